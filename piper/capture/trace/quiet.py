@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import sys
+import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
+from typing import Any
 
+from torch.export import _trace
 from torch.fx import traceback
 
 from piper.capture.blame import is_internal_file
@@ -19,26 +20,28 @@ def quiet_tracing() -> Iterator[None]:
     """Preserve each op's metadata while tracing, and hide torch's logs and warnings.
 
     When tracing fails, torch dumps the graph and logs the error; Piper raises its own error
-    instead. Warnings and stderr of the model's code are passed on.
+    instead. Warnings of the model's code are passed on.
     """
-    said = io.StringIO()
-    dumps: list[str] = []
+    with hushed_loggers(), traceback.preserve_node_meta(), _own_warnings_only(), _no_dumps():
+        yield
+
+
+@contextmanager
+def _no_dumps() -> Iterator[None]:
+    """``torch.export`` prints the graph of a failed trace to stderr (2.11 to 2.13). Nothing that it
+    prints in this thread is shown; stderr itself is the process's, so it stays as it is."""
+    thread, module = threading.get_ident(), vars(_trace)
+    before = module.get("print", print)
+
+    def shown_elsewhere(*args: Any, **options: Any) -> None:
+        if threading.get_ident() != thread:
+            before(*args, **options)
+
+    module["print"] = shown_elsewhere
     try:
-        with (
-            hushed_loggers(),
-            traceback.preserve_node_meta(),
-            _own_warnings_only(),
-            redirect_stderr(said),
-        ):
-            yield
-    except Exception as error:
-        dumps = [str(graph) for e in (error,) if (graph := getattr(e, "partial_fx_graph", None))]
-        raise
+        yield
     finally:
-        text = said.getvalue()
-        for dump in dumps:
-            text = text.replace(dump + "\n", "")
-        sys.stderr.write(text)
+        module["print"] = before
 
 
 @contextmanager
