@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-Value = TypeVar("Value", bound=Hashable)
+Numberable = TypeVar("Numberable", bound=Hashable)
 
 
-class EqualNumbers(Generic[Value]):
+class EqualNumbers(Generic[Numberable]):
     """Numbers values from 0 in the order in which they are first seen."""
 
     def __init__(self) -> None:
-        self._by_identity: dict[int, tuple[Value, int]] = {}
-        self._by_value: dict[Value, int] = {}
+        self._by_identity: dict[int, tuple[Numberable, int]] = {}
+        self._by_value: dict[Numberable, int] = {}
 
-    def of(self, value: Value) -> int:
+    def of(self, value: Numberable) -> int:
         known = self._by_identity.get(id(value))
         if known is None:
             number = self._by_value.setdefault(value, len(self._by_value))
