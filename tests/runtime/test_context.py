@@ -379,11 +379,13 @@ def test_what_models_do_along_the_sequence(name: str) -> None:
 # the work of a device
 
 
+@pytest.mark.parametrize("adjacent", [True, False])
 @pytest.mark.parametrize("ways", [1, 2, 3, 4])
 @pytest.mark.parametrize(("heads", "shared", "scale"), [(2, 2, 0.5), (4, 2, 0.3), (3, 1, 1.0)])
 def test_head_and_tail_are_parts_of_the_attention(
-    ways: int, heads: int, shared: int, scale: float
+    ways: int, heads: int, shared: int, scale: float, adjacent: bool
 ) -> None:
+    """Unless ``adjacent``, the numbers of a row are not side by side in memory."""
     part, generator = 3, torch.Generator().manual_seed(ways)
     shapes = [(2, n, 2 * ways * part, 4) for n in (heads, shared, shared, heads)]
     query, key, value, gradient = (
@@ -397,7 +399,8 @@ def test_head_and_tail_are_parts_of_the_attention(
     for rank in range(ways):
         at = torch.cat([torch.arange(part) + i * part for i in (rank, 2 * ways - 1 - rank)])
         own = [x.clone().requires_grad_() for x in (query[:, :, at], key, value)]
-        found, _ = head_tail_attention(*own, torch.tensor(rank), scale)
+        given = own if adjacent else [x.mT.contiguous().mT for x in own]
+        found, _ = head_tail_attention(*given, torch.tensor(rank), scale)
         found.backward(gradient[:, :, at])
         torch.testing.assert_close(found, expected[:, :, at], rtol=0, atol=CLOSE)
         torch.testing.assert_close(own[0].grad, whole[0].grad[:, :, at], rtol=0, atol=CLOSE)

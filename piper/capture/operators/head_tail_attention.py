@@ -39,6 +39,7 @@ def head_tail_attention(
     whole sequence, and may have fewer heads (grouped-query attention)."""
     key, value = _repeated(query, key), _repeated(query, value)
     if query.device.type == "cpu":
+        query, key, value = map(_adjacent, (query, key, value))
         parts = [
             aten._scaled_dot_product_flash_attention_for_cpu(
                 q, key[:, :, :seen], value[:, :, :seen], attn_mask=_mask(q, seen), scale=scale
@@ -172,6 +173,7 @@ def _backward_by_parts(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     for_queries, for_keys, for_values = [], torch.zeros_like(key), torch.zeros_like(value)
+    gradient, query, key, value, made = map(_adjacent, (gradient, query, key, value, made))
     halves = zip(*(x.chunk(2, 2) for x in (gradient, made, sums)), strict=True)
     for (q, seen), (g, x, s) in zip(_parts(query, key, rank), halves, strict=True):
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -204,6 +206,12 @@ def _mask(query: Tensor, seen: int) -> Tensor:
     rows = query.shape[2]
     hidden = torch.full((rows, seen), -math.inf, dtype=query.dtype)
     return hidden.triu(seen - rows + 1)
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """``x`` with the numbers of a row side by side: torch's CPU kernel reads them so, whatever the
+    strides say. A concatenation of rows of one number, for instance, may lie otherwise."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _repeated(query: Tensor, x: Tensor) -> Tensor:
