@@ -1571,8 +1571,9 @@ class _Checker:
         if value.role is Role.GRADIENT:
             chunk = model.chunks[value.by]
             ref = Ref(Kind.INPUT_GRAD, chunk.inputs.index(value.of), value.term)
-            if ref in chunk.gradients:
-                return chunk.gradients[ref].nbytes, chunk.gradients[ref].copied or 0
+            stored = dict(chunk.gradients).get(ref)
+            if stored is not None:
+                return stored.nbytes, stored.copied or 0
         return facts.nbytes, facts.copied or 0
 
     def _busy(self, c: int, x: Instruction) -> int:
