@@ -32,7 +32,8 @@ _DTYPES = (torch.float64, torch.float32)
 
 
 def sample(seed: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
