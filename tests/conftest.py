@@ -11,6 +11,9 @@ import torch
 
 torch.set_num_threads(1)
 
+SLOW = 2
+"""At most so many cases of one test are slow; the rest are thorough."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -37,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         quick = [item for item in family if item.get_closest_marker("slow") is None]
         kept = quick[: mark.kwargs.get("fast", 0)]
         others = [item for item in family if item not in kept]
-        count = mark.kwargs.get("slow", len(others))
+        count = min(mark.kwargs.get("slow", len(others)), SLOW)
         chosen = {i * len(others) // count for i in range(count)} if count else set()
         for i, item in enumerate(others):
             item.own_markers = [m for m in item.own_markers if m.name != "slow"]

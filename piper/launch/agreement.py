@@ -28,6 +28,7 @@ from piper.state.weights.first_tensors import Fetch, FirstTensor
 Fingerprints = dict[str, str]
 Everyone = Callable[[Any], list[Any]]
 """All-gathers an object over the processes, by rank."""
+_PLANS = "plans"
 _CORNER = 16
 """Elements compared along each dimension of a tensor that is read from files."""
 _FIRST = 3
@@ -58,7 +59,7 @@ def fingerprints(program: Program) -> Fingerprints:
         "default dtype": str(training.default_dtype),
         "model's code": _digest([program_to_json(chunk) for chunk in graphs.values()]),
         "constants in the model's code": _digest(constants),
-        "plans": _digest([str(p) for step in program.steps for p in step.plans]),
+        _PLANS: _digest([str(p) for step in program.steps for p in step.plans]),
     }
 
 
@@ -77,17 +78,11 @@ class Agreement:
         """Refuse processes whose program, optimizer or scheduler differs from rank 0's."""
         mine = fingerprints(program)
         by_rank = self._everyone(mine)
-        for rank, theirs in enumerate(by_rank):
-            different = [part for part, digest in mine.items() if theirs[part] != by_rank[0][part]]
-            if different:
-                raise PiperError(
-                    f"rank {rank} has another program than rank 0: its {', its '.join(different)} "
-                    "differ; under torchrun every process must compile the same model with the "
-                    "same strategy and settings, so let nothing of them depend on the rank"
-                )
+        _refuse_other_parts(by_rank, [part for part in mine if part != _PLANS])
         facts = facts_of(program)
         self._place_of = places_of(facts)
-        self._refuse_other_facts(facts)
+        self._refuse_other_facts(facts)  # before the plans, which state the optimizer's memory
+        _refuse_other_parts(by_rank, [_PLANS])
 
     def refuse_other_steps(
         self,
@@ -163,6 +158,18 @@ class Agreement:
                 "same ones: call torch.manual_seed with the same number on all of them before the "
                 "model is made, or load the same file (check_weights=False if trainer.load is to "
                 "replace them all)"
+            )
+
+
+def _refuse_other_parts(by_rank: Sequence[Fingerprints], parts: Sequence[str]) -> None:
+    """Refuse a rank whose program differs from rank 0's in one of these parts."""
+    for rank, theirs in enumerate(by_rank):
+        different = [part for part in parts if theirs[part] != by_rank[0][part]]
+        if different:
+            raise PiperError(
+                f"rank {rank} has another program than rank 0: its {', its '.join(different)} "
+                "differ; under torchrun every process must compile the same model with the "
+                "same strategy and settings, so let nothing of them depend on the rank"
             )
 
 

@@ -71,6 +71,7 @@ def _reduction(name: str) -> _Setting:
 
 _CUDNN_TF32 = _attribute(cudnn, "allow_tf32")
 _SETTINGS = (
+    _Setting(torch.get_default_dtype, torch.set_default_dtype),
     _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _attribute(deterministic, "fill_uninitialized_memory"),
     # global first, then per backend: a per-backend value overrides the global one
