@@ -62,6 +62,14 @@ class NoGrad(Block):
         return super().forward(x) * scale
 
 
+class Configured(Block):
+    """Has an object of its own."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.config = object()
+
+
 class Appends(Block):
     """Gives a tensor to the model past its result."""
 
@@ -142,6 +150,7 @@ def assert_same(one: Captured, two: Captured) -> None:
         (Alternating, Block, 6),
         (Frozen, Block, 2),
         (Model, ReadsNumber, 0),
+        (Model, Configured, 0),
         (Model, Counts, 0),
         (Model, Writes, 0),
         (Model, Constant, 0),

@@ -106,8 +106,12 @@ def _difference(one: State, two: State) -> set[str] | None:
     if one.keys() != two.keys():
         return None
     apart = {name for name in one if one[name] != two[name]}
-    numbers = all(one[name][0] is int and two[name][0] is int for name in apart)
-    return apart if numbers else None
+    return apart if all(_is_number(x[name]) for x in (one, two) for name in apart) else None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of a state is a whole number."""
+    return isinstance(value, tuple) and len(value) == 2 and value[0] is int
 
 
 def _owns_its_tensors(module: nn.Module, uses: Counter[int]) -> bool:
