@@ -54,10 +54,16 @@ def save(cases: dict[str, Case], folder: Path) -> None:
 
 
 def started(log: Path, command: list[str], **more: str) -> subprocess.Popen[bytes]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # may hold packages
     with log.open("w") as out:
         return subprocess.Popen(
             [sys.executable, *command],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OMP_NUM_THREADS": "1",
+                **more,
+            },
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
