@@ -13,6 +13,7 @@ The result is always one optimizer. It updates exactly the parameters that the f
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ OptimizerFactory = Callable[
 ]  # takes parameters, or (name, parameter) pairs
 
 _NAMED = "named_parameters"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def takes_names(factory: OptimizerFactory) -> bool:
@@ -93,9 +95,10 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_by_name(given: NamedParameters, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """For each parameter's name, its optimizer class and group settings, as text to compare."""
+    """For each parameter's name, its optimizer class and group settings, as text to compare: that
+    of a function, for instance, without its address."""
     text = {
-        parameter: f"{type(member).__name__} {sorted(settings(group).items())!r}"
+        parameter: _ADDRESS.sub("", f"{type(member).__name__} {sorted(settings(group).items())!r}")
         for member in members_of(optimizer)
         for group in member.param_groups
         for parameter in group["params"]
