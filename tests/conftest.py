@@ -11,8 +11,8 @@ import torch
 
 torch.set_num_threads(1)
 
-SLOW = 2
-"""At most so many cases of one test are slow; the rest are thorough."""
+SLOW = 1
+"""At most so many cases of a test marked ``cases`` are slow; the rest are thorough."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
