@@ -4,7 +4,7 @@ contents of their parameters and buffers differ.
 Modules enter; groups of equal siblings leave. Equal means: the same classes, the same attributes
 (numbers by value, other objects by identity), tensors of the same shape, and no hook but those of
 ``tags``. Whole numbers may differ, such as the ``layer_idx`` of transformers: while a member is
-traced, an ``Unread`` stands for such a number, and whoever looks at it ends the attempt.
+traced, an ``Unread`` stands for such a number, and any use of it ends the attempt.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a device can do: the methods that a worker group can call.
 
 A device lives in some process, with others of its program or alone, and has a program or waits for
-one. A method that computes returns a generator over the communications that it waits for; whoever
-calls it drives the generators of all devices of the process.
+one. A method that computes returns a generator over the communications that it waits for; the
+caller drives the generators of all devices of the process.
 """
 
 from __future__ import annotations
