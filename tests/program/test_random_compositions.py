@@ -52,6 +52,8 @@ class Shape:
     dropless: bool = False
     frozen: str = ""
     """A substring of the names of frozen parameters."""
+    rotary: bool = False
+    """Queries and keys are turned by their positions, as in Llama."""
 
 
 class Layer(nn.Module):
@@ -77,11 +79,23 @@ class Layer(nn.Module):
             z.unflatten(-1, (-1, self.width)).transpose(1, 2)
             for z in (parts or (self.q(y), self.k(y), self.v(y)))
         )
+        if self.shape.rotary:
+            q, k = rotated(q), rotated(k)
         gqa = self.shape.heads != self.shape.kv_heads
         z = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
         x = x + self.out(z.transpose(1, 2).flatten(2))
         y = self.mlp(self.norms[1](x))
         return x + (y[0] if self.shape.experts else y)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """The two halves of each head, turned by an angle that grows with the position."""
+    half = x.shape[-1] // 2
+    frequency = 100 ** -(torch.arange(half, device=x.device) / half)
+    angle = torch.arange(x.shape[-2], device=x.device).unsqueeze(1) * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class MLP(nn.Module):
@@ -196,6 +210,9 @@ SHAPES = [
     Shape(4, 2, 16, 8, False, True, "rms", False, experts=4, dropless=True),
     Shape(2, 2, 8, 8, True, False, "layer", True, experts=8, dropless=True, frozen="router"),
     Shape(4, 2, 8, 6, False, False, "layer", False, experts=6, frozen="experts"),
+    Shape(4, 2, 16, 24, False, False, "rms", False, rotary=True),
+    Shape(4, 4, 8, 16, True, False, "rms", True, rotary=True),
+    Shape(4, 2, 8, 8, False, False, "rms", False, experts=4, dropless=True, rotary=True),
 ]
 SUBSETS: list[list[str]] = [
     ["q", "k", "v", "out", "gate", "up", "down"],

@@ -247,7 +247,9 @@ def test_memory_and_a_host_that_never_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["raise", "kill", "stop"])
 def test_a_lost_rank_ends_the_others(what: str, tmp_path: Path) -> None:
-    """Each rank is a separate job, so that only Piper tells it about the other."""
+    """Each rank is a separate job, so that only Piper tells it about the other.
+
+    Not under MPS beside other programs: a client that is killed ends all others."""
     save({nccl_faulty.NAME: ON_TWO[nccl_faulty.NAME]}, tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

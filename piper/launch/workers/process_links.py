@@ -84,7 +84,7 @@ def choose_gpu(local: int, *, share: bool, alone: bool) -> torch.device:
     if alone:  # no other machine has to reach this process
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if share:
-        os.environ.setdefault("NCCL_HOSTID", f"piper-{os.uname().nodename}-{local}")
+        os.environ.setdefault("NCCL_HOSTID", f"piper-{os.uname().nodename}-{os.getpid()}")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
     # a process may see only its own GPU; two processes on one GPU are detected when they connect
     where = torch.device("cuda", local % count)
