@@ -1,76 +1,33 @@
-"""Piper: distributed training of PyTorch models from named regions and a few directives."""
+"""Piper: distributed training of PyTorch models from named regions and a few directives.
 
-from piper import callbacks, strategies
-from piper.base.errors import CapacityError, CaptureError, DirectiveError, PiperError, PiperWarning
-from piper.capture.regions import annotate
-from piper.cost.cluster import Cluster
-from piper.cost.hardware import Device, Link, Machine, Sharing
-from piper.cost.recorded import Recorded
-from piper.cost.rough_costs import Costs
-from piper.cost.simulate.simulation import Simulation
-from piper.cost.tasks import CostModel, Task
-from piper.ir.mesh import Mesh
-from piper.ir.plan.instructions import MemoryKind
-from piper.ir.plan.memory import Memory
-from piper.launch.launch import launch
-from piper.launch.trainer.trainer import Trainer
-from piper.lower.plans.traffic import Traffic
-from piper.program.compile.compiler import Capture, capture, compile
-from piper.program.job import Job
-from piper.program.program import Program
-from piper.state.weights.source import Source
-from piper.state.weights.weight_files import weights
-from piper.strategies.directives import (
-    order,
-    partition,
-    place,
-    remat,
-    replicate,
-    shard,
-    split,
-    stream,
-)
-from piper.strategies.strategy import Strategy
+The names of ``piper.api`` are imported when the first one is used: the command line prints its help
+without torch.
+"""
 
-__all__ = [
-    "CapacityError",
-    "Capture",
-    "CaptureError",
-    "Cluster",
-    "CostModel",
-    "Costs",
-    "Device",
-    "DirectiveError",
-    "Job",
-    "Link",
-    "Machine",
-    "Memory",
-    "MemoryKind",
-    "Mesh",
-    "PiperError",
-    "PiperWarning",
-    "Program",
-    "Recorded",
-    "Sharing",
-    "Simulation",
-    "Source",
-    "Strategy",
-    "Task",
-    "Traffic",
-    "Trainer",
-    "annotate",
-    "callbacks",
-    "capture",
-    "compile",
-    "launch",
-    "order",
-    "partition",
-    "place",
-    "remat",
-    "replicate",
-    "shard",
-    "split",
-    "strategies",
-    "stream",
-    "weights",
-]
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from piper.api import *  # noqa: F403
+
+
+class _Piper(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        if not name.startswith("__") or name == "__all__":
+            api = importlib.import_module("piper.api")
+            for public in ("__all__", *api.__all__):
+                super().__setattr__(public, getattr(api, public))
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Python binds every imported subpackage. ``capture`` and ``launch`` are functions."""
+        if not (name in ("capture", "launch") and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *importlib.import_module("piper.api").__all__})
+
+
+sys.modules[__name__].__class__ = _Piper

@@ -19,7 +19,7 @@ HOUSE = ROOT / "piper"
 MAP = (ROOT / "CONTRIBUTING.md").read_text().partition("## The map of the house")[2]
 ROOMS = re.findall(r"^(\w+)  ", MAP.split("```")[1], re.M)
 """From highest to lowest: a room imports only rooms after it."""
-FACES = ("callbacks", "models")
+FACES = ("api", "callbacks", "models")
 """Packages that only re-export names for users."""
 FILES = sorted(HOUSE.rglob("*.py"))
 MOST = 12
@@ -82,8 +82,10 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_no_import_hides_inside_a_function() -> None:
-    hidden = [(str(f.relative_to(ROOT)), name) for f in FILES for name, deep in imports(f) if deep]
-    assert not hidden
+    """Except in commands, so that help and completion do not wait for torch."""
+    files = [file for file in FILES if HOUSE / "cli" not in file.parents]
+    hidden = [(str(f.relative_to(ROOT)), name) for f in files for name, deep in imports(f) if deep]
+    assert hidden == [("piper/__init__.py", "piper.api")]
 
 
 def test_no_folder_is_crowded() -> None:

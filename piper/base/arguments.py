@@ -1,11 +1,12 @@
-"""Calls with unknown arguments raise a ``PiperError`` that names the argument, the closest match
-and all valid names."""
+"""Arguments of public functions: the names to choose from, and errors for unknown arguments, which
+name the argument, the closest match and all valid names. Nothing here needs torch."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
+from enum import Enum
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -45,3 +46,21 @@ def named_arguments(kind: type[PiperError]) -> Callable[[Callable[P, R]], Callab
         return checked
 
     return decorate
+
+
+class Where(Enum):
+    """The values of ``on=``."""
+
+    VIRTUAL = "virtual"
+    """All devices in this process."""
+    PROCESSES = "processes"
+    """One process per device, on this machine."""
+    TORCHRUN = "torchrun"
+    """This process is one device; ``torchrun`` started the others."""
+
+
+class CompilerName(Enum):
+    """The values of ``compiler=``."""
+
+    EAGER = "eager"
+    INDUCTOR = "inductor"

@@ -26,6 +26,17 @@ class CapacityError(PiperError):
     """More rows are routed to a device's experts than ``shard(..., capacity=)`` has room for."""
 
 
+class WorkerError(PiperError):
+    """A worker failed; ``__cause__`` is the error that it raised, if it could be pickled."""
+
+
+class InstructionError(PiperError):
+    """An instruction failed. Its error is the ``__cause__``."""
+
+    pc: int | None = None
+    """The instruction's index in its plan, if known."""
+
+
 class PiperWarning(UserWarning):
     """Warns that a model may train differently than its author expects."""
 

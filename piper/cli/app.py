@@ -9,7 +9,7 @@ import typer
 
 from piper.cli.check import check
 from piper.cli.compare import compare
-from piper.cli.demo.demo import demo
+from piper.cli.demo.command import demo
 from piper.cli.profile import profile
 from piper.cli.show import show
 from piper.cli.simulate import simulate

@@ -5,8 +5,6 @@ from __future__ import annotations
 from piper.base.units import bytes_text, counted, nbytes_of
 from piper.cli.options import AsJson, Limit, MeshSpec, StrategyFile, TargetArgument
 from piper.cli.output import Output
-from piper.cli.print_tables import memory_json, memory_table
-from piper.cli.scripts import program_of, strategy_of
 
 
 def check(
@@ -23,6 +21,9 @@ def check(
     Example: piper check train.py --mesh pp=4,dp=2,schedule=1f1b,microbatches=8,zero=1 \
 --memory-limit 80GiB
     """
+    from piper.cli.print_tables import memory_json, memory_table
+    from piper.cli.scripts import program_of, strategy_of
+
     output = Output(as_json)
     with output.guarded():
         chosen = strategy_of(strategy, mesh)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from piper.base.errors import PiperError
-from piper.base.paths import write_file
-from piper.base.reading import MalformedError, file_bytes, parsed
 from piper.base.units import bytes_text, seconds_text
 from piper.cli.options import AsJson, ClusterOption, CostsOption, Timeline, cluster_of
 from piper.cli.output import Output
-from piper.cli.print_tables import comparison_table
-from piper.cli.scripts import program_of
-from piper.cost.recorded import Recorded
-from piper.cost.simulate.simulation import Simulation
-from piper.strategies.strategy import Strategy
-from piper.view.pages.timeline_page import timeline_page
+
+if TYPE_CHECKING:
+    from piper.cost.recorded import Recorded
+    from piper.cost.simulate.simulation import Simulation
 
 _FIGURES = {
     "seconds": ("step", seconds_text),
@@ -54,6 +50,11 @@ def compare(
 
     Example: piper compare a.json b.json --script train.py --cluster 8xH100 --timeline both.html
     """
+    from piper.base.paths import write_file
+    from piper.cli.print_tables import comparison_table
+    from piper.cost.recorded import Recorded
+    from piper.view.pages.timeline_page import timeline_page
+
     output = Output(as_json)
     with output.guarded():
         recorded = Recorded.load(profile) if profile else None
@@ -84,6 +85,10 @@ def _result(
     path: Path, script: Path | None, cluster: str | None, recorded: Recorded | None
 ) -> tuple[dict[str, Any], Simulation | None]:
     """The figures of a file, and their simulation if the file is a strategy."""
+    from piper.base.reading import MalformedError, file_bytes, parsed
+    from piper.cli.scripts import program_of
+    from piper.strategies.strategy import Strategy
+
     try:
         data = parsed(file_bytes(path))
     except (OSError, MalformedError) as error:

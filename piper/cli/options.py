@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from piper.cost.cluster import Cluster
-from piper.launch.launch import Where
+from piper.base.arguments import Where
+
+if TYPE_CHECKING:
+    from piper.cost.cluster import Cluster
 
 TargetArgument = Annotated[
     Path,
@@ -78,6 +80,8 @@ Trace = Annotated[
 
 def cluster_of(text: str) -> Cluster:
     """A cluster from a TOML file or a short form such as 4x8xH100."""
+    from piper.cost.cluster import Cluster
+
     short = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text)
     if short is not None and not Path(text).exists():
         return Cluster.of(short[3], int(short[2]), int(short[1] or 1))

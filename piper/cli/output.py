@@ -16,9 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from piper.base.errors import CapacityError, PiperError
-from piper.launch.workers.processes import WorkerError
-from piper.runtime.executor import InstructionError
+from piper.base.errors import CapacityError, InstructionError, PiperError, WorkerError
 
 REFUSED, FAILED = 1, 3
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
+from piper.base.arguments import Where
 from piper.base.units import counted
 from piper.cli.options import (
     AsJson,
@@ -21,9 +22,6 @@ from piper.cli.options import (
     cluster_of,
 )
 from piper.cli.output import Output
-from piper.cli.print_tables import facts_table
-from piper.cli.scripts import job_in, strategy_of
-from piper.launch.launch import Where, launch
 
 
 def profile(
@@ -51,6 +49,10 @@ def profile(
 
     Example: piper profile train.py --strategy s.json --on processes --timeline t.html
     """
+    from piper.cli.print_tables import facts_table
+    from piper.cli.scripts import job_in, strategy_of
+    from piper.launch.launch import launch
+
     output = Output(as_json)
     with output.guarded():
         chosen = strategy_of(strategy, mesh)

@@ -18,8 +18,6 @@ from piper.cli.options import (
     cluster_of,
 )
 from piper.cli.output import Output
-from piper.cli.scripts import program_of, strategy_of
-from piper.cost.cluster import Cluster
 
 _DEVICE = "H100"
 
@@ -43,6 +41,9 @@ def show(
 
     Example: piper show train.py --strategy s.json --timeline timeline.html --dag dag.html
     """
+    from piper.cli.scripts import program_of, strategy_of
+    from piper.cost.cluster import Cluster
+
     output = Output(as_json)
     with output.guarded():
         chosen = strategy_of(strategy, mesh)

@@ -14,9 +14,6 @@ from piper.cli.options import (
     cluster_of,
 )
 from piper.cli.output import Output
-from piper.cli.print_tables import facts_table
-from piper.cli.scripts import program_of, strategy_of
-from piper.cost.recorded import Recorded
 
 
 def simulate(
@@ -33,6 +30,10 @@ def simulate(
 
     Example: piper simulate train.py --strategy s.json --cluster cluster.toml --timeline t.html
     """
+    from piper.cli.print_tables import facts_table
+    from piper.cli.scripts import program_of, strategy_of
+    from piper.cost.recorded import Recorded
+
     output = Output(as_json)
     with output.guarded():
         where = cluster_of(cluster)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from piper.base.arguments import Where
 from piper.base.errors import PiperError
 from piper.base.units import counted, nbytes_of
 from piper.cli.options import AsJson, Limit, MeshSpec, On, Script, StrategyFile
 from piper.cli.output import Output
-from piper.cli.scripts import job_in, strategy_of
-from piper.launch.launch import Where, launch
-from piper.launch.trainer.data_position import AnyBatch
-from piper.launch.trainer.step_result import StepResult
-from piper.launch.trainer.trainer import Trainer
-from piper.program.job import Batches, Job
+
+if TYPE_CHECKING:
+    from piper.launch.trainer.data_position import AnyBatch
+    from piper.launch.trainer.step_result import StepResult
+    from piper.launch.trainer.trainer import Trainer
+    from piper.program.job import Batches, Job
 
 
 def train(
@@ -46,6 +47,9 @@ def train(
 
     Example: piper train train.py --strategy s.json --on processes --steps 100 --save state
     """
+    from piper.cli.scripts import job_in, strategy_of
+    from piper.launch.launch import launch
+
     output = Output(as_json)
     with output.guarded():
         chosen = strategy_of(strategy, mesh)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
+from piper.base.arguments import Where
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.launch.device.worker_group import WorkerGroup
@@ -19,17 +19,6 @@ from piper.launch.workers.processes import ProcessWorkerGroup
 from piper.launch.workers.torchrun import TorchrunWorkerGroup
 from piper.launch.workers.virtual import VirtualWorkerGroup
 from piper.program.program import Program
-
-
-class Where(Enum):
-    """The values of ``on=``."""
-
-    VIRTUAL = "virtual"
-    """All devices in this process."""
-    PROCESSES = "processes"
-    """One process per device, on this machine."""
-    TORCHRUN = "torchrun"
-    """This process is one device; ``torchrun`` started the others."""
 
 
 def launch(

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from piper.base.errors import CapacityError, PiperError
+from piper.base.errors import CapacityError, InstructionError
 from piper.capture.code.codegen import Runners
 from piper.capture.code.executables import Executables
 from piper.ir.dag.values import ExtraRole
@@ -40,13 +40,6 @@ class ProgramCounter(Protocol):
     def __getitem__(self, index: int, /) -> int: ...
 
     def __setitem__(self, index: int, value: int, /) -> None: ...
-
-
-class InstructionError(PiperError):
-    """An instruction failed. Its error is the ``__cause__``."""
-
-    pc: int | None = None
-    """The instruction's index in its plan, if known."""
 
 
 class CommunicationError(InstructionError):

@@ -4,6 +4,7 @@ installed program."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -392,3 +393,31 @@ def test_clusters_by_name() -> None:
     assert len(cluster_of("8xH100")) == 8
     assert len(cluster_of("4x8xH200").machines) == 4
     assert cluster_of("2xMI300X").device(0).name == "MI300X"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], None),
+        (["--version"], None),
+        (["train", "--help"], None),
+        ([], "piper "),
+        ([], "piper train --s"),
+        ([], "piper demo --"),
+    ],
+)
+def test_help_and_completion_do_not_import_torch(arguments: list[str], words: str | None) -> None:
+    code = (
+        "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); "
+        f"sys.argv = ['piper', *{arguments}]; from piper.cli.app import main; main()"
+    )
+    environment = dict(os.environ)
+    if words is not None:
+        position = str(len(words.split(" ")) - 1)
+        environment |= {"_PIPER_COMPLETE": "complete_bash", "COMP_WORDS": words}
+        environment["COMP_CWORD"] = position
+    run = [sys.executable, "-c", code]
+    printed = subprocess.run(run, env=environment, check=True, capture_output=True, text=True)
+    *shown, imported = printed.stdout.split()
+    assert shown
+    assert imported == "False"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from piper.base.arguments import CompilerName
 from piper.base.errors import CaptureError
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.code.gpu_index import gpu_for, move_values, name_gpu
@@ -208,13 +208,6 @@ class _Donation:
     reuse."""
 
     bw_donated_idxs: list[int]
-
-
-class CompilerName(Enum):
-    """The values of ``compiler=``."""
-
-    EAGER = "eager"
-    INDUCTOR = "inductor"
 
 
 def compiler_named(name: str) -> Compiler:

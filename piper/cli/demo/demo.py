@@ -1,4 +1,4 @@
-"""``piper demo``: trains a small mixture of experts on four devices and, to compare, on one.
+"""The demonstration: a mixture of experts on four devices and, to compare, on one.
 
 Two pipeline stages, each on two devices that split the batch and shard the experts. The model reads
 the source code of Python's standard library byte by byte, so nothing is downloaded. Every loss is
@@ -11,22 +11,20 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from piper.capture.code.codegen import CompilerName
+from piper.base.arguments import CompilerName, Where
 from piper.capture.model import capture
 from piper.cli.demo.layers import lm_loss
 from piper.cli.demo.moe import MoEConfig, MoETransformer
 from piper.cli.demo.one_device import SingleDevice
 from piper.cli.demo.text_data import ByteBatches, stdlib_bytes
-from piper.cli.output import Output
-from piper.launch.launch import Where, launch
+from piper.launch.launch import launch
 from piper.launch.trainer.trainer import Trainer
 from piper.program.chunk_table import chunk_table
 from piper.program.compile.compiler import compile
@@ -50,69 +48,35 @@ def four_devices(microbatches: int, zero: int) -> Strategy:
     )
 
 
-def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 60,
-    layers: Annotated[int, typer.Option(min=2, help="Transformer blocks.")] = 2,
-    dim: Annotated[int, typer.Option(min=4, help="Width of the residual stream.")] = 48,
-    experts: Annotated[int, typer.Option(min=2, help="Experts in each block.")] = 4,
-    microbatches: Annotated[
-        int, typer.Option(min=1, help="Microbatches, for gradient accumulation.")
-    ] = 4,
-    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO level of the replicas.")] = 1,
-    on: Annotated[
-        Where, typer.Option(help="What a device is: virtual devices, processes, or torchrun ranks.")
-    ] = Where.VIRTUAL,
-    compiler: Annotated[CompilerName, typer.Option(help="Runs the chunks.")] = CompilerName.EAGER,
-    seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
-    device: Annotated[str, typer.Option(help="Where to train, such as cpu or cuda.")] = "cpu",
-) -> None:
-    """Train a small mixture-of-experts language model on four devices, beside the same on one.
-
-    It needs no script, no data and no GPU, and takes about a minute on a laptop.
-
-    Example: piper demo --steps 20 --zero 3 --on processes
-    """
-    output = Output(as_json=False)
-    with output.guarded():
-        torch.set_num_threads(1)  # operations are too small to gain from several cores
-        torch.manual_seed(seed)
-        config = MoEConfig(
-            vocab=256,
-            dim=dim,
-            layers=layers,
-            heads=4,
-            mlp_dim=dim,
-            max_seq=SEQ,
-            experts=experts,
-            top_k=min(2, experts),
-        )
-        model = MoETransformer(config).double()  # annotates its own regions: piper/cli/demo/moe.py
-        _beside_one(
-            model,
-            four_devices(microbatches, zero),
-            2 * microbatches,  # a microbatch is split over two devices, so one runs twice as many
-            steps,
-            output.out,
-            on=on,
-            compiler=compiler,
-            seed=seed,
-            device=device,
-        )
-
-
-def _beside_one(
-    model: MoETransformer,
-    strategy: Strategy,
-    microbatches: int,
-    steps: int,
+def run(
     console: Console,
     *,
+    steps: int,
+    layers: int,
+    dim: int,
+    experts: int,
+    microbatches: int,
+    zero: int,
     on: Where,
     compiler: CompilerName,
     seed: int,
     device: str,
 ) -> None:
-    """Train the model under a strategy, and in ``microbatches`` on one device."""
+    """Train the model under the strategy, and on one device."""
+    torch.set_num_threads(1)  # operations are too small to gain from several cores
+    torch.manual_seed(seed)
+    config = MoEConfig(
+        vocab=256,
+        dim=dim,
+        layers=layers,
+        heads=4,
+        mlp_dim=dim,
+        max_seq=SEQ,
+        experts=experts,
+        top_k=min(2, experts),
+    )
+    model = MoETransformer(config).double()  # annotates its own regions: piper/cli/demo/moe.py
+    strategy = four_devices(microbatches, zero)
     batches = ByteBatches(stdlib_bytes(), batch=BATCH, seq=SEQ, seed=seed)
     held_out = ByteBatches(stdlib_bytes(), batch=8 * BATCH, seq=SEQ, split="valid")[0]
     x, y = batches[0]
@@ -131,7 +95,8 @@ def _beside_one(
     program = compile(model, strategy, optimizer=adamw, **how)
     console.print(f"{strategy}\n", markup=False)
     console.print(f"compiled in {time.perf_counter() - started:.1f} s: {program}\n", markup=False)
-    captured = capture(model, microbatches=microbatches, **how)
+    whole = 2 * microbatches  # a microbatch is split over two devices, so one runs twice as many
+    captured = capture(model, microbatches=whole, **how)
     console.print(chunk_table(captured, fold=True))
     alone = SingleDevice(captured, copy.deepcopy(model), adamw, seed=seed)
     before = validation_loss(model, *held_out)

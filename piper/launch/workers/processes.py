@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from piper.base.errors import CapacityError, PiperError
+from piper.base.errors import CapacityError, WorkerError
 from piper.launch.device.device import Options
 from piper.launch.device.worker_group import OneTrainer
 from piper.launch.torch_flags import Flags
@@ -37,10 +37,6 @@ _GRACE = 2.0
 _LOOK = 1.0
 """Seconds between liveness checks. Usually a dead worker's connection closes at once; the checks
 find dead workers whose connection another process holds open."""
-
-
-class WorkerError(PiperError):
-    """A worker failed; ``__cause__`` is the error that it raised, if it could be pickled."""
 
 
 class ProcessWorkerGroup(OneTrainer):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from piper.base.errors import InstructionError
 from piper.capture.code.codegen import Runners
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.driving import alone
@@ -36,7 +37,7 @@ from piper.launch.watch.liveness import Monitor
 from piper.launch.workers.calls import Call, Failure, WorkerTask, dumped, send
 from piper.launch.workers.process_links import ProcessLinks
 from piper.runtime.comm.protocol import Comm
-from piper.runtime.executor import CommunicationError, InstructionError
+from piper.runtime.executor import CommunicationError
 from piper.state.device_program import DeviceProgram
 
 

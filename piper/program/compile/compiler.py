@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from piper.base.arguments import named_arguments
+from piper.base.arguments import CompilerName, named_arguments
 from piper.base.errors import DirectiveError, PiperError, warn
 from piper.base.modes import default_dtype, without_modes
 from piper.base.units import counted, nbytes_of
 from piper.capture.batch import Batch
-from piper.capture.code.codegen import CompilerName, Eager
+from piper.capture.code.codegen import Eager
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss, loss_or_own, refuse_counted
 from piper.capture.model import Captured, check_model
