@@ -22,7 +22,7 @@ from piper.capture.code.serialize import program_to_json
 from piper.launch.optimizer_facts import OptimizerFacts, difference, facts_of, places_of, plain
 from piper.program.program import Program
 from piper.state.checkpoint.boxes import Box
-from piper.state.device.optimizer_groups import OptimizerGroup
+from piper.state.checkpoint.index import GroupEntry
 from piper.state.weights.first_tensors import Fetch, FirstTensor
 
 Fingerprints = dict[str, str]
@@ -88,7 +88,7 @@ class Agreement:
         self,
         batch: Sequence[Tensor],
         rows: Sequence[int] | None,
-        groups: Callable[[], Sequence[OptimizerGroup]],
+        groups: Callable[[], Sequence[GroupEntry]],
     ) -> None:
         """Refuse a batch that is not the same in all processes, and ``groups``, the param groups,
         whose settings differ: the user may have changed them."""

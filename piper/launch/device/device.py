@@ -26,7 +26,7 @@ from piper.launch.state.writing import Writing
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.pending import Pending
 from piper.runtime.streams.stream_jitter import StreamJitter
-from piper.state.checkpoint.index import Index, Part
+from piper.state.checkpoint.index import GroupEntry, Index, Part
 from piper.state.checkpoint.slices import Slice
 from piper.state.checkpoint.verify_files import damage
 from piper.state.device.checkpoint_parts import (
@@ -37,7 +37,7 @@ from piper.state.device.checkpoint_parts import (
     write_part,
 )
 from piper.state.device.device_state import DeviceState
-from piper.state.device.optimizer_groups import OptimizerGroup, export_groups
+from piper.state.device.optimizer_groups import export_groups
 from piper.state.device.restore import refusal
 from piper.state.device.snapshot import snapshot_of
 from piper.state.device.whole_tensors import export, restore
@@ -170,7 +170,7 @@ class WorkerDevice:
         restore(self.state, tensors)
         self._replaced()
 
-    def groups(self) -> list[OptimizerGroup]:
+    def groups(self) -> list[GroupEntry]:
         """The settings of the optimizer's param groups."""
         return export_groups(self.state)
 

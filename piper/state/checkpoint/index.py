@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from piper.base.codec import Count, Format, Int64, decode
+from piper.base.codec import Count, Format, Int64, Row, decode, encode
 from piper.base.reading import MalformedError, parsed, within, wrong
 from piper.state.checkpoint.boxes import Box, tile
 from piper.state.checkpoint.plain_values import from_json
@@ -51,26 +51,25 @@ INDEX = "index.json"
 _FORMAT = Format("checkpoint", 2)
 
 
-@dataclass(frozen=True, slots=True)
-class SavedValue:
+class SavedValue(Row, frozen=True):
     """Optimizer state of a parameter, or of a shard of it, that does not have its shape."""
 
     name: str
     kind: str
-    part: int
+    part: Count
     """Index of the parameter's shard that it belongs to, of ``ways`` shards."""
-    ways: int
+    ways: Annotated[int, msgspec.Meta(ge=1)]
     value: Any
     """As ``plain_values.to_json`` writes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupEntry:
+class GroupEntry(Row, frozen=True):
     """The settings of an optimizer's parameter group, and the scheduler's values for it."""
 
     names: tuple[str, ...]
-    settings: Any
-    schedule: Any
+    """Its parameters, whole or in part."""
+    settings: Mapping[str, Any]
+    schedule: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +89,14 @@ class Part:
     """The file with its slices, once it is written; None if there are none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
-    """The parsed content of ``index.json``."""
+class _Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the index holds besides slices."""
 
-    tables: Tables
     values: tuple[SavedValue, ...]
     keys: Mapping[str, str]
     files: Mapping[str, FileFacts]
-    steps: int
-    seed: int
+    steps: Count
+    seed: Int64
     strategy: str
     """The directives, for human readers."""
     kind: str
@@ -108,6 +105,12 @@ class Index:
     scheduler: Any
     data: Any
     """The position in the data, if it is known."""
+
+
+class Index(_Facts, frozen=True, kw_only=True):
+    """The parsed content of ``index.json``."""
+
+    tables: Tables
 
     def first(self, name: str) -> str:
         """This index's name for the model's tensor ``name``. Tied tensors have several names."""
@@ -126,35 +129,29 @@ class Index:
 
     def to_bytes(self) -> bytes:
         """The content of ``index.json``."""
-        content = _FORMAT.headed(
-            {
-                "steps": self.steps,
-                "seed": self.seed,
-                "kind": self.kind,
-                "strategy": self.strategy,
-                "scheduler": self.scheduler,
-                "groups": [[list(g.names), g.settings, g.schedule] for g in self.groups],
-                "data": self.data,
-                "keys": dict(self.keys),
-                "model": _table_to_json(self.model),
-                "optimizer": {kind: _table_to_json(x) for kind, x in self.optimizer.items()},
-                "values": [[v.name, v.kind, v.part, v.ways, v.value] for v in self.values],
-                "stored": _table_to_json(self.tables.get(STORED, {})),
-                "files": {n: [f.bytes, f.header, f.crc32] for n, f in self.files.items()},
-            }
+        file = _File(
+            model=_table_to_file(self.model),
+            optimizer={kind: _table_to_file(x) for kind, x in self.optimizer.items()},
+            stored=_table_to_file(self.tables.get(STORED, {})),
+            **_facts(self),
         )
+        content = _FORMAT.headed(encode(_File, file))
         rest = json.dumps(content, allow_nan=False)[1:].encode()
         return _first_line(rest) + b"\n" + rest
 
     @staticmethod
     def from_bytes(content: bytes) -> Index:
         """Parses output of ``to_bytes``. Anything else is refused."""
-        return _index(_checked(content))
+        return _index(decode(_File, _checked(content)))
 
 
-def files_of(content: bytes) -> dict[str, FileFacts]:
+def files_of(content: bytes) -> Mapping[str, FileFacts]:
     """The files that an index lists, without parsing the rest of it."""
-    return _files(decode(dict[str, tuple[Count, Count, Count]], _checked(content).get("files")))
+    return _named(decode(dict[str, FileFacts], _checked(content).get("files")))
+
+
+def _facts(of: _Facts) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in _Facts.__struct_fields__}
 
 
 def _checked(content: bytes) -> dict[str, Any]:
@@ -172,7 +169,7 @@ def _first_line(rest: bytes) -> bytes:
     return f'{{"sha256": "{hashlib.sha256(rest).hexdigest()}",'.encode()
 
 
-class _SliceFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _SliceFile(Row, frozen=True):
     start: tuple[Count, ...]
     shape: tuple[Count, ...]
     file: str
@@ -187,89 +184,59 @@ class _TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slices: tuple[_SliceFile, ...]
 
 
-class _GroupFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-    schedule: dict[str, Any]
-
-
-class _ValueFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    name: str
-    kind: str
-    part: Count
-    ways: Annotated[int, msgspec.Meta(ge=1)]
-    value: Any
-
-
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _File(_Facts, frozen=True, kw_only=True):
     """index.json."""
 
-    steps: Count
-    seed: Int64
-    kind: str
-    strategy: str
-    scheduler: Any
-    groups: tuple[_GroupFile, ...]
-    data: Any
-    keys: dict[str, str]
-    model: dict[str, _TensorFile]
-    optimizer: dict[str, dict[str, _TensorFile]]
-    values: tuple[_ValueFile, ...]
-    stored: dict[str, _TensorFile]
-    files: dict[str, tuple[Count, Count, Count]]
+    model: Mapping[str, _TensorFile]
+    optimizer: Mapping[str, Mapping[str, _TensorFile]]
+    stored: Mapping[str, _TensorFile]
 
 
-def _table_to_json(tensors: Mapping[str, Sequence[Slice]]) -> dict[str, Any]:
+def _table_to_file(tensors: Mapping[str, Sequence[Slice]]) -> dict[str, _TensorFile]:
     return {
-        name: {
-            "dtype": NAMES[slices[0].dtype],
-            "shape": list(slices[0].shape),
-            "slices": [
-                [list(p.box.start), list(p.box.shape), p.file, p.key, p.offset, p.crc32]
+        name: _TensorFile(
+            NAMES[slices[0].dtype],
+            slices[0].shape,
+            tuple(
+                _SliceFile(p.box.start, p.box.shape, p.file, p.key, p.offset, p.crc32)
                 for p in (one.location for one in slices)
-            ],
-        }
+            ),
+        )
         for name, slices in tensors.items()
     }
 
 
-def _index(data: dict[str, Any]) -> Index:
-    file: _File = decode(_File, data)
-    files = _files(file.files)
+def _named(files: Mapping[str, FileFacts]) -> Mapping[str, FileFacts]:
+    for name, facts in files.items():
+        if re.fullmatch(r"[\w-]+\.safetensors", name) is None or facts.header > facts.bytes:
+            raise MalformedError(
+                f"files: {name!r} is not the name of a file of a checkpoint, or its header is "
+                "larger than the file"
+            )
+    return files
+
+
+def _index(file: _File) -> Index:
+    _named(file.files)
     parts = {MODEL: file.model} | {OPTIMIZER + kind: x for kind, x in file.optimizer.items()}
     parts[STORED] = file.stored
     tables: dict[str, dict[str, list[Slice]]] = {}
     for table, tensors in parts.items():
         with within(table):
-            tables[table] = {name: _tensor(table, name, x, files) for name, x in tensors.items()}
-    _refuse_overlaps(tables, files)
+            tables[table] = {n: _tensor(table, n, x, file.files) for n, x in tensors.items()}
+    _refuse_overlaps(tables, file.files)
     for group in file.groups:
         if "params" in {*from_json(group.settings), *from_json(group.schedule)}:
             raise MalformedError("groups: settings have no params")
     from_json([file.scheduler, file.data])
-    return Index(
-        tables=tables,
-        values=tuple(_value(one, tables[STORED]) for one in file.values),
-        keys=file.keys,
-        files=files,
-        steps=file.steps,
-        seed=file.seed,
-        strategy=file.strategy,
-        kind=file.kind,
-        groups=tuple(GroupEntry(g.names, g.settings, g.schedule) for g in file.groups),
-        scheduler=file.scheduler,
-        data=file.data,
-    )
 
+    def found(key: str) -> Tensor:
+        one = tables[STORED][key][0]
+        return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
-def _files(data: Mapping[str, tuple[int, int, int]]) -> dict[str, FileFacts]:
-    for name, (size, header, _) in data.items():
-        if re.fullmatch(r"[\w-]+\.safetensors", name) is None or header > size:
-            raise MalformedError(
-                f"files: {name!r} is not the name of a file of a checkpoint, or its header is "
-                "larger than the file"
-            )
-    return {name: FileFacts(*facts) for name, facts in data.items()}
+    for value in file.values:
+        from_json(value.value, found)
+    return Index(tables=tables, **_facts(file))
 
 
 def _tensor(
@@ -310,11 +277,3 @@ def _refuse_overlaps(tables: Tables, files: Mapping[str, FileFacts]) -> None:
     for file, extents in held.items():
         with within(file):
             refuse_overlaps(extents)
-
-
-def _value(item: _ValueFile, stored: Mapping[str, Sequence[Slice]]) -> SavedValue:
-    def found(key: str) -> Tensor:
-        return torch.empty(stored[key][0].shape, dtype=stored[key][0].dtype, device="meta")
-
-    from_json(item.value, found)
-    return SavedValue(item.name, item.kind, item.part, item.ways, item.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -17,17 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from piper.base.reading import (
-    DTYPES,
-    MalformedError,
-    check_limits,
-    rows,
-    shown,
-    within,
-    wrong,
-)
+from piper.base.reading import DTYPES, MalformedError, check_limits, rows, shown, within, wrong
 
-_DEPTH = 16
+_DEPTH = 24
 _INLINE = 16
 """Tensors of up to this many elements are written inline, as numbers."""
 
@@ -36,18 +28,44 @@ Store = Callable[[Tensor], str]
 Find = Callable[[str], Tensor]
 
 
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _pairs(table: dict[Any, Any]) -> list[list[Any]]:
+    return [[key, value] for key, value in table.items()]
+
+
+def _tensor_parts(item: Tensor) -> list[Any]:
+    return [_dtype_name(item.dtype), list(item.shape), item.flatten().tolist()]
+
+
+def _tensor_of(parts: Any) -> Tensor:
+    dtype, shape, items = parts
+    if math.prod(shape) != len(items):
+        raise ValueError(f"{len(items)} numbers are not of shape {shape}")
+    return torch.tensor(items, dtype=DTYPES[dtype]).reshape(shape)
+
+
+_KINDS: Mapping[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "!float": (float, lambda x: repr(float(x)), float),  # those that JSON lacks
+    "!bytes": (bytes, bytes.hex, bytes.fromhex),
+    "!complex": (complex, lambda x: [x.real, x.imag], lambda x: complex(*x)),
+    "!dtype": (torch.dtype, _dtype_name, DTYPES.__getitem__),
+    "!tensor": (Tensor, _tensor_parts, _tensor_of),
+    "!tuple": (tuple, list, tuple),
+    "!set": ((set, frozenset), lambda x: sorted(x, key=repr), set),
+    "!deque": (deque, lambda x: [x.maxlen, list(x)], lambda x: deque(x[1], x[0])),
+    "!counter": (Counter, _pairs, lambda x: Counter(dict(x))),
+    "!table": (dict, _pairs, dict),
+}
+"""By its key in JSON: a type, its content as other plain values, and the inverse."""
+
+
 def to_json(item: Any, store: Store | None = None, depth: int = 0) -> Any:
     """``item`` as JSON types. Larger tensors go to ``store``, if it is given."""
     if depth > _DEPTH:
         raise MalformedError("this is nested too deeply")
-
-    def each(items: Any) -> list[Any]:
-        written = []
-        for place, element in enumerate(items):
-            with within(place):
-                written.append(to_json(element, store, depth + 1))
-        return written
-
     if isinstance(item, np.generic):
         item = item.item()
     if isinstance(item, Enum):
@@ -62,54 +80,33 @@ def to_json(item: Any, store: Store | None = None, depth: int = 0) -> Any:
             return int(item)
         case str():
             return str(item)
-        case bytes():
-            return {"!bytes": item.hex()}
-        case float():
-            return float(item) if math.isfinite(item) else {"!float": repr(float(item))}
-        case complex():
-            return {"!complex": each((item.real, item.imag))}
-        case torch.dtype():
-            return {"!dtype": str(item).removeprefix("torch.")}
-        case Tensor():
-            return _tensor(item, store)
-        case Counter():
-            return {"!counter": [each(pair) for pair in item.items()]}
-        case dict():
-            return _table(item, store, depth)
-        case tuple():
-            return {"!tuple": each(item)}
+        case float() if math.isfinite(item):
+            return float(item)
         case list():
-            return each(item)
-        case set() | frozenset():
-            return {"!set": each(sorted(item, key=repr))}
-        case deque():
-            return {"!deque": [item.maxlen, each(item)]}
-        case _:
-            raise MalformedError(
-                f"{shown(item)} is a {type(item).__name__}: a checkpoint holds tensors, numbers, "
-                "text and containers of these"
-            )
+            return rows(list(item), lambda one: to_json(one, store, depth + 1))
+        case dict() if not isinstance(item, Counter) and all(map(_is_name, item)):
+            written = {}
+            for key, value in item.items():
+                with within(str(key)):
+                    written[key] = to_json(value, store, depth + 1)
+            return written
+        case Tensor():
+            if item.layout is not torch.strided or item.is_quantized or item.is_meta:
+                raise MalformedError(f"{shown(item)} is not a plain tensor")
+            item = item.detach()
+            if store is not None and item.numel() > _INLINE:
+                return {"!stored": store(item)}
+    for kind, (types, parts, _) in _KINDS.items():
+        if isinstance(item, types):
+            return {kind: to_json(parts(item), store, depth)}
+    raise MalformedError(
+        f"{shown(item)} is a {type(item).__name__}: a checkpoint holds tensors, numbers, "
+        "text and containers of these"
+    )
 
 
-def _table(item: dict[Any, Any], store: Store | None, depth: int) -> dict[str, Any]:
-    named = all(isinstance(key, str) and not key.startswith("!") for key in item)
-    pairs = []
-    for key, value in item.items():
-        with within(str(key)):
-            written = key if named else to_json(key, None, depth + 1)
-            pairs.append([written, to_json(value, store, depth + 1)])
-    return dict(pairs) if named else {"!table": pairs}
-
-
-def _tensor(item: Tensor, store: Store | None) -> Any:
-    if item.layout is not torch.strided or item.is_quantized or item.is_meta:
-        raise MalformedError(f"{shown(item)} is not a plain tensor")
-    item = item.detach()
-    if store is not None and item.numel() > _INLINE:
-        return {"!stored": store(item)}
-    flat = [to_json(x) for x in item.flatten().tolist()]
-    dtype = str(item.dtype).removeprefix("torch.")
-    return {"!tensor": [dtype, list(item.shape), flat]}
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and not key.startswith("!")
 
 
 def from_json(data: Any, find: Find | None = None) -> Any:
@@ -118,8 +115,8 @@ def from_json(data: Any, find: Find | None = None) -> Any:
         case None | bool() | int() | float() | str():
             return data
         case list():
-            return _each(data, find)
-        case dict() if not any(key.startswith("!") for key in data):
+            return rows(data, lambda one: from_json(one, find))
+        case dict() if all(map(_is_name, data)):
             values = {}
             for key, value in data.items():
                 with within(key):
@@ -127,50 +124,17 @@ def from_json(data: Any, find: Find | None = None) -> Any:
             return values
         case dict() if len(data) == 1:
             ((kind, content),) = data.items()
+            made = find if kind == "!stored" else _KINDS.get(kind, (None,) * 3)[2]
+            if made is None:
+                raise wrong(data, "a plain value")
             with within(kind):
+                content = from_json(content, find)
                 try:
-                    return _tagged(kind, content, find)
+                    return made(content)
                 except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
                     raise MalformedError(f"{shown(content)} is not its content: {error}") from None
         case _:
             raise wrong(data, "a plain value")
-
-
-def _each(items: Any, find: Find | None) -> list[Any]:
-    return rows(items, lambda one: from_json(one, find))
-
-
-def _tagged(kind: str, content: Any, find: Find | None) -> Any:
-    match kind:
-        case "!float" if content in ("inf", "-inf", "nan"):
-            return float(content)
-        case "!complex":
-            real, imaginary = _each(content, find)
-            return complex(real, imaginary)
-        case "!bytes":
-            return bytes.fromhex(content)
-        case "!dtype":
-            return DTYPES[content]
-        case "!tuple":
-            return tuple(_each(content, find))
-        case "!set":
-            return set(_each(content, find))
-        case "!counter":
-            return Counter(dict(_each(content, find)))
-        case "!deque":
-            limit, items = content
-            return deque(_each(items, find), limit)
-        case "!table":
-            return dict(_each(content, find))
-        case "!tensor":
-            dtype, shape, items = content
-            if math.prod(shape) != len(items):
-                raise ValueError(f"{len(items)} numbers are not of shape {shape}")
-            return torch.tensor(_each(items, find), dtype=DTYPES[dtype]).reshape(shape)
-        case "!stored" if find is not None:
-            return find(content)
-        case _:
-            raise wrong({kind: content}, "a plain value")
 
 
 def stored_names(data: Any) -> list[str]:

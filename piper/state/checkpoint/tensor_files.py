@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from piper.base.codec import Count, Row
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, open_file, wrong
 from piper.state.checkpoint.boxes import Box, row_major
@@ -83,13 +84,12 @@ def refuse_overlaps(extents: Iterable[Extent]) -> None:
             raise MalformedError(f"{one.what} and {other.what} are said to lie in the same bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class FileFacts:
+class FileFacts(Row, frozen=True):
     """Expected facts of a file, in bytes: its size, its header's size and the header's CRC-32."""
 
-    bytes: int
-    header: int
-    crc32: int
+    bytes: Count
+    header: Count
+    crc32: Count
 
 
 def laid_out(file: str, slices: Iterable[Slice]) -> tuple[bytes, list[tuple[Slice, Slice]]]:

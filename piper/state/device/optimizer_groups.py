@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError
+from piper.state.checkpoint.index import GroupEntry
 from piper.state.device.device_state import DeviceState
 from piper.state.optimizer.factory import members_of, settings
 
@@ -21,24 +21,13 @@ _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 """Scheduler state that is a list with one item for each group."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerGroup:
-    """One group of one device's optimizer."""
-
-    names: tuple[str, ...]
-    """Its parameters, whole or in part."""
-    settings: Mapping[str, Any]
-    schedule: Mapping[str, Any]
-    """The scheduler's state for this group."""
-
-
-def export_groups(state: DeviceState) -> list[OptimizerGroup]:
+def export_groups(state: DeviceState) -> list[GroupEntry]:
     """The groups of a device's optimizer."""
     if state.optimizer is None:
         return []
     schedule = {} if state.scheduler is None else state.scheduler.state_dict()
     return [
-        OptimizerGroup(
+        GroupEntry(
             names,
             copy.deepcopy(settings(group)) | {_KIND: kind},
             _of_group(schedule, i),
@@ -49,9 +38,7 @@ def export_groups(state: DeviceState) -> list[OptimizerGroup]:
     ]
 
 
-def match_groups(
-    state: DeviceState, groups: Sequence[OptimizerGroup]
-) -> list[OptimizerGroup | None]:
+def match_groups(state: DeviceState, groups: Sequence[GroupEntry]) -> list[GroupEntry | None]:
     """For each group of a device's optimizer, a saved group with some of its parameters, or None.
     All such saved groups must have equal settings."""
     if state.optimizer is None:
@@ -61,7 +48,7 @@ def match_groups(
 
 
 def restore_groups(
-    state: DeviceState, groups: Sequence[OptimizerGroup], schedule: Mapping[str, Any] | None
+    state: DeviceState, groups: Sequence[GroupEntry], schedule: Mapping[str, Any] | None
 ) -> None:
     """Give each group the settings of the saved group with its parameters."""
     if state.optimizer is None:
@@ -98,9 +85,7 @@ def _kinds(state: DeviceState) -> list[str]:
     return [type(member).__name__ for member in members for _ in member.param_groups]
 
 
-def _match(
-    names: tuple[str, ...], kind: str, groups: Sequence[OptimizerGroup]
-) -> OptimizerGroup | None:
+def _match(names: tuple[str, ...], kind: str, groups: Sequence[GroupEntry]) -> GroupEntry | None:
     """A saved group with some of these parameters. All such groups must belong to the same class of
     optimizer and have equal settings."""
     wanted = set(names)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from piper.base.errors import PiperError
-from piper.state.checkpoint.index import Index, SavedValue
+from piper.state.checkpoint.index import GroupEntry, Index, SavedValue
 from piper.state.checkpoint.plain_values import from_json, stored_names
 from piper.state.checkpoint.slices import MODEL, OPTIMIZER, STORED, Slice
 from piper.state.device.bucket_layout import BucketLayout
 from piper.state.device.device_state import DeviceState, HeldBucket
-from piper.state.device.optimizer_groups import OptimizerGroup, match_groups, restore_groups
+from piper.state.device.optimizer_groups import match_groups, restore_groups
 
 
 def refusal(state: DeviceState, index: Index) -> str | None:
@@ -35,10 +35,8 @@ def refusal(state: DeviceState, index: Index) -> str | None:
     return None
 
 
-def groups_of(index: Index) -> list[OptimizerGroup]:
-    return [
-        OptimizerGroup(g.names, from_json(g.settings), from_json(g.schedule)) for g in index.groups
-    ]
+def groups_of(index: Index) -> list[GroupEntry]:
+    return [GroupEntry(g.names, from_json(g.settings), from_json(g.schedule)) for g in index.groups]
 
 
 @torch.no_grad()
