@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from piper.base.codec import Count, Row
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+_MOST_BYTES = 2**62
+
+
+class TensorSpec(Row, frozen=True):
     """Shape, strides and dtype of an argument or result of a program."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: tuple[Count, ...]
+    stride: tuple[Count, ...]
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.stride):
+            raise ValueError(f"{len(self.shape)} sizes, but {len(self.stride)} strides")
+        if max(self.nbytes, self.numel * self.dtype.itemsize) >= _MOST_BYTES:
+            raise ValueError(f"a tensor of sizes {list(self.shape)} is too large to exist")
 
     @staticmethod
     def of(x: Tensor) -> TensorSpec:

@@ -33,7 +33,6 @@ from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import compiler_named
 from piper.capture.code.executables import ChunkSignature, Executables
 from piper.capture.code.serialize import (
-    SpecFile,
     device_named,
     program_from_json,
     program_to_json,
@@ -72,11 +71,11 @@ class _CodeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     pieces: tuple[ChunkSignature, ...]
     programs: Mapping[int, tuple[Count, ...]]
-    values: Mapping[int, tuple[SpecFile, ...]]
+    values: Mapping[int, tuple[TensorSpec, ...]]
     loss: Count
     count: Count | None
     outputs: Mapping[str, Count]
-    parameters: Mapping[str, SpecFile]
+    parameters: Mapping[str, TensorSpec]
     totals: _TotalsFile | None
 
 
@@ -89,7 +88,7 @@ class _StepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _ExampleFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    leaves: tuple[SpecFile | bool | int | float | str | None, ...]
+    leaves: tuple[TensorSpec | bool | int | float | str | None, ...]
     tree: Any
 
 
@@ -141,10 +140,7 @@ def save(program: Compiled, folder: Path) -> None:
         evaluation=_step_to_file(evaluation, graphs, training.facts),
         names=program.names,
         example=_ExampleFile(
-            tuple(
-                SpecFile.of(TensorSpec.of(x)) if isinstance(x, Tensor) else x
-                for x in program.example.leaves
-            ),
+            tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in program.example.leaves),
             tree_to_json(program.example.spec),
         ),
         device=program.device.type,
@@ -290,16 +286,17 @@ def _step_to_file(step: Step, graphs: _Graphs, known: Facts | None = None) -> _S
         whole=None if same else facts.whole,
         models=None if facts is known else facts.models,
         code=_CodeFile(
-            pieces=code.pieces,
             programs={n: tuple(map(graphs.number, row)) for n, row in code.programs.items()},
-            values={n: tuple(map(SpecFile.of, row)) for n, row in code.values.items()},
-            loss=code.loss,
-            count=code.count,
-            outputs=code.outputs,
-            parameters={name: SpecFile.of(spec) for name, spec in code.parameters.items()},
             totals=totals,
+            **_shared(code),
         ),
     )
+
+
+def _shared(code: _CodeFile | Executables) -> dict[str, Any]:
+    """The fields that both have."""
+    names = ("pieces", "values", "loss", "count", "outputs", "parameters")
+    return {name: getattr(code, name) for name in names}
 
 
 def _step_from_file(
@@ -320,15 +317,10 @@ def _step_from_file(
     return Step(
         facts,
         Executables(
-            pieces=code.pieces,
             programs={n: tuple(graphs[i] for i in row) for n, row in code.programs.items()},
-            values={n: tuple(item.spec for item in row) for n, row in code.values.items()},
-            loss=code.loss,
-            count=code.count,
-            outputs=code.outputs,
             constants=constants,
-            parameters={name: item.spec for name, item in code.parameters.items()},
             totals=totals,
+            **_shared(code),
         ),
     )
 
@@ -337,7 +329,7 @@ def _example_from_file(file: _ExampleFile) -> Batch:
     with within("example.tree"):
         tree = tree_from_json(file.tree)
     leaves = [
-        x.spec.empty(torch.device("meta")) if isinstance(x, SpecFile) else x for x in file.leaves
+        x.empty(torch.device("meta")) if isinstance(x, TensorSpec) else x for x in file.leaves
     ]
     args, kwargs, targets = tree.unflatten(leaves)
     return Batch.of(kwargs or args, targets)

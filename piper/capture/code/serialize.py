@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piper.base.codec import Count, decode, encode
+from piper.base.codec import Count, Row, decode, encode
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, shown, within, wrong
 from piper.capture.code.chunk_program import ChunkProgram, Function
@@ -31,30 +31,7 @@ from piper.ir.tensors import TensorSpec
 Json = Any
 
 
-class SpecFile(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A ``TensorSpec`` as [sizes, strides, dtype]."""
-
-    shape: tuple[Count, ...]
-    stride: tuple[Count, ...]
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        if len(self.shape) != len(self.stride):
-            raise ValueError(f"{len(self.shape)} sizes, but {len(self.stride)} strides")
-        spec = self.spec
-        if max(spec.nbytes, spec.numel * spec.dtype.itemsize) >= _MOST_BYTES:
-            raise ValueError(f"a tensor of sizes {shown(list(self.shape))} is too large to exist")
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.shape, self.stride, self.dtype)
-
-    @staticmethod
-    def of(spec: TensorSpec) -> SpecFile:
-        return SpecFile(spec.shape, spec.stride, spec.dtype)
-
-
-class _NodeFile(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class _NodeFile(Row, frozen=True):
     """A node of a graph. Its arguments refer to earlier nodes by number."""
 
     op: Literal["placeholder", "call_function", "output"]
@@ -62,7 +39,7 @@ class _NodeFile(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
     target: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    value: SpecFile | Mapping[Literal["several"], tuple[SpecFile | None, ...]] | None
+    value: TensorSpec | Mapping[Literal["several"], tuple[TensorSpec | None, ...]] | None
     """Its tensor, or those of an operation with several results; null for other results."""
 
 
@@ -79,7 +56,7 @@ class _FunctionFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _ProgramFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     functions: Mapping[Pass, _FunctionFile]
-    specs: Mapping[str, SpecFile]
+    specs: Mapping[str, TensorSpec]
 
 
 def program_to_json(program: ChunkProgram) -> Json:
@@ -96,14 +73,14 @@ def program_to_json(program: ChunkProgram) -> Json:
         )
         for which, function in program.functions.items()
     }
-    specs = {str(ref): SpecFile.of(spec) for ref, spec in program.specs.items()}
+    specs = {str(ref): spec for ref, spec in program.specs.items()}
     return encode(_ProgramFile, _ProgramFile(functions, specs))
 
 
 def program_from_json(data: Json, device: torch.device) -> ChunkProgram:
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
     file: _ProgramFile = decode(_ProgramFile, data)
-    specs = {_ref(written): spec.spec for written, spec in file.specs.items()}
+    specs = {_ref(written): spec for written, spec in file.specs.items()}
     functions = {}
     with within("functions"):
         if Pass.F not in file.functions:
@@ -204,11 +181,11 @@ def _graph_from_file(
             seen.add(item.name)
             node = _node_from_file(graph, item, nodes)
             with mode:
-                if isinstance(item.value, SpecFile):
-                    node.meta["val"] = item.value.spec.empty(device)
+                if isinstance(item.value, TensorSpec):
+                    node.meta["val"] = item.value.empty(device)
                 elif item.value:
                     parts = item.value["several"]
-                    node.meta["val"] = tuple(part and part.spec.empty(device) for part in parts)
+                    node.meta["val"] = tuple(part and part.empty(device) for part in parts)
         nodes.append(node)
     if not nodes:
         raise MalformedError("a graph has at least an output")
@@ -247,7 +224,6 @@ def _identifier(name: str) -> str:
 
 
 _NAME = re.compile(r"(?!__)[A-Za-z_]\w{0,199}", re.ASCII)
-_MOST_BYTES = 2**62
 
 
 def _target_name(node: fx.Node) -> str:
@@ -331,4 +307,4 @@ _CONSTANTS: Mapping[str, torch.dtype | torch.layout | torch.memory_format] = {
 def _value_to_file(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return {"several": tuple(map(_value_to_file, value))}
-    return SpecFile.of(TensorSpec.of(value)) if isinstance(value, Tensor) else None
+    return TensorSpec.of(value) if isinstance(value, Tensor) else None
