@@ -7,7 +7,7 @@ is possible (the index fits the program, no file is damaged), and only then chan
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -36,8 +36,6 @@ from piper.state.device.whole_tensors import assembled
 from piper.state.optimizer.factory import joined_kinds
 
 T = TypeVar("T")
-_AT_ONCE = 4 * 1024 * 1024
-"""Elements that are gathered, or sent out, at a time."""
 
 
 # whole tensors in memory
@@ -75,21 +73,6 @@ def accepted(parts: Iterable[T | Refusal]) -> list[T]:
             raise PiperError(part.why)
         good.append(part)
     return good
-
-
-def in_turn(keys: Mapping[str, str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """``keys`` in runs of at most ``_AT_ONCE`` elements, or of one larger tensor; ``sizes`` are
-    their numbers of elements."""
-    run: list[str] = []
-    total = 0
-    for key in keys:
-        if run and total + sizes[key] > _AT_ONCE:
-            yield run
-            run, total = [], 0
-        run.append(key)
-        total += sizes[key]
-    if run:
-        yield run
 
 
 # folders

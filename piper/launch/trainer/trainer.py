@@ -24,7 +24,7 @@ from piper.launch.device.report import ProfileKind, Report
 from piper.launch.device.worker_group import WorkerGroup, everyone
 from piper.launch.state.background_saves import BackgroundSave, PendingSave
 from piper.launch.state.export_model import export
-from piper.launch.state.saving import in_turn, load, save, tensor_of, whole_state
+from piper.launch.state.saving import load, save, tensor_of, whole_state
 from piper.launch.state.switch import Change, changes_named, switch
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import (
@@ -48,6 +48,10 @@ from piper.launch.watch.interrupts import held_back
 from piper.launch.watch.step_profile import Profile
 from piper.program.program import Program
 from piper.state.checkpoint.plain_values import from_json
+from piper.state.checkpoint.slices import runs
+
+_AT_ONCE = 4 * 1024 * 1024
+"""Elements that are gathered, or sent out, at a time."""
 
 
 class Trainer:
@@ -329,7 +333,7 @@ class Trainer:
         """The parameters and buffers of ``state_dict``, a few at a time: no device ever holds the
         whole model, nor does the caller, unless it keeps the tensors."""
         names = self.program.names
-        for keys in in_turn(names.keys, names.elements):
+        for keys in runs(names.keys, names.elements.__getitem__, _AT_ONCE):
             only = frozenset(names.keys[key] for key in keys)
             with self._undisturbed():
                 find = tensor_of(self.program, running.export(self._whole, only), self._rest)
@@ -343,13 +347,12 @@ class Trainer:
         ``state`` may have only some of them; the others are unchanged."""
         self._refuse_closed()
         tensors = self.program.names.checked(state, strict=strict)
-        names = {name: name for name in tensors}
-        sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         with self._undisturbed():
             group = self._devices
             if group.agreement is not None:
                 group.agreement.refuse_other_tensors(tensors)
-            for run in in_turn(names, sizes):  # no device is sent the whole model
+            for run in runs(tensors, lambda name: tensors[name].numel(), _AT_ONCE):
+                # no device is sent the whole model
                 running.restore(group, {name: tensors[name] for name in run})
             held = self.program.held_names
             rest = {n: x.clone() for n, x in tensors.items() if n not in held}

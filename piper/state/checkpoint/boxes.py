@@ -12,6 +12,7 @@ few boxes: the rest of a row, whole rows, the beginning of a row, and so on for 
 from __future__ import annotations
 
 import math
+import operator
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,14 +35,17 @@ class Box:
         return Box((0,) * len(shape), tuple(shape))
 
     @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(map(operator.add, self.start, self.shape))
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
     def text(self) -> str:
         """In Python's slice notation."""
-        pairs = zip(self.start, self.shape, strict=True)
-        return "[" + ", ".join(f"{low}:{low + n}" for low, n in pairs) + "]"
+        return "[" + ", ".join(map("{}:{}".format, self.start, self.stop)) + "]"
 
     def of(self, whole: Tensor) -> Tensor:
         """This slice of ``whole``."""
@@ -51,49 +55,33 @@ class Box:
 
     def common(self, other: Box) -> Box | None:
         """The intersection; None if it is empty."""
-        start, shape = [], []
-        for low, n, other_low, m in zip(
-            self.start, self.shape, other.start, other.shape, strict=True
-        ):
-            first, last = max(low, other_low), min(low + n, other_low + m)
-            if first >= last:
-                return None
-            start.append(first)
-            shape.append(last - first)
-        return Box(tuple(start), tuple(shape))
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        shape = tuple(map(operator.sub, stop, start))
+        return Box(start, shape) if all(n > 0 for n in shape) else None
 
     def seen_from(self, other: Box) -> Box:
         """The same box, relative to the start of ``other``."""
-        return Box(tuple(a - b for a, b in zip(self.start, other.start, strict=True)), self.shape)
+        return Box(tuple(map(operator.sub, self.start, other.start)), self.shape)
 
     def moved(self, dim: int, by: int) -> Box:
-        start = list(self.start)
-        start[dim] += by
-        return Box(tuple(start), self.shape)
+        return Box(_with(self.start, dim, self.start[dim] + by), self.shape)
 
     def between(self, dim: int, low: int, high: int) -> Box | None:
         """The part of this box from ``low`` up to ``high`` along ``dim``; None if it is empty."""
-        first, last = max(self.start[dim], low), min(self.start[dim] + self.shape[dim], high)
-        if first >= last:
-            return None
-        start, shape = list(self.start), list(self.shape)
-        start[dim], shape[dim] = first, last - first
-        return Box(tuple(start), tuple(shape))
+        return self.common(Box(_with(self.start, dim, low), _with(self.shape, dim, high - low)))
 
     def without(self, other: Box) -> list[Box]:
         """This box minus ``other``, as disjoint boxes."""
         common = self.common(other)
         if common is None:
             return [self]
-        outside = []
-        rest: Box | None = self
-        for dim, (low, n) in enumerate(zip(common.start, common.shape, strict=True)):
-            assert rest is not None
-            first, last = rest.start[dim], rest.start[dim] + rest.shape[dim]
-            sides = rest.between(dim, first, low), rest.between(dim, low + n, last)
-            outside += [side for side in sides if side is not None]
-            rest = rest.between(dim, low, low + n)
-        return outside
+        outside: list[Box | None] = []
+        rest = self
+        for dim, (low, high) in enumerate(zip(common.start, common.stop, strict=True)):
+            outside += [rest.between(dim, 0, low), rest.between(dim, high, rest.stop[dim])]
+            rest = Box(_with(rest.start, dim, low), _with(rest.shape, dim, high - low))
+        return [side for side in outside if side is not None]
 
     def cut(self, limit: int) -> Iterator[Box]:
         """This box as smaller boxes of at most ``limit`` elements."""
@@ -110,14 +98,16 @@ class Box:
 
     def offset(self, strides: Sequence[int]) -> int:
         """The elements before this box in the memory of a tensor with these strides."""
-        return sum(low * stride for low, stride in zip(self.start, strides, strict=True))
+        return sum(map(operator.mul, self.start, strides))
 
     def reordered(self, dims: Sequence[int]) -> Box:
         """The box whose dimension ``dims[i]`` is this one's dimension i."""
-        start, shape = [0] * len(dims), [0] * len(dims)
-        for i, dim in enumerate(dims):
-            start[dim], shape[dim] = self.start[i], self.shape[i]
-        return Box(tuple(start), tuple(shape))
+        places = [dims.index(i) for i in range(len(dims))]
+        return Box(tuple(self.start[i] for i in places), tuple(self.shape[i] for i in places))
+
+
+def _with(numbers: tuple[int, ...], place: int, other: int) -> tuple[int, ...]:
+    return (*numbers[:place], other, *numbers[place + 1 :])
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from piper.base.atomic import FileKind
-from piper.state.checkpoint.slices import Slice
+from piper.state.checkpoint.slices import Slice, runs
 from piper.state.checkpoint.tensor_files import Writer
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,24 +31,17 @@ def lay_out(
     """Create files for ``tensors``, none much longer than ``file_bytes``, and their index if there
     are several. The index uses the file names that ``named`` returns. Returns each tensor with its
     place."""
-    runs: list[list[str]] = [[]]
-    size = 0
-    for name, one in tensors.items():
-        if runs[-1] and size + one.nbytes > file_bytes:
-            runs.append([])
-            size = 0
-        runs[-1].append(name)
-        size += one.nbytes
+    files = list(runs(tensors, lambda name: tensors[name].nbytes, file_bytes)) or [[]]
     placed: dict[str, Slice] = {}
     with Writer.opened(folder) as out:
-        for place, names in enumerate(runs):
+        for place, names in enumerate(files, 1):
             file = WEIGHTS
-            if len(runs) > 1:
-                file = f"model-{place + 1:05}-of-{len(runs):05}.safetensors"
+            if len(files) > 1:
+                file = f"model-{place:05}-of-{len(files):05}.safetensors"
             _, targets = out.create(file, (tensors[name] for name in names))
             by_key = {target.key: target for _, target in targets}
             placed |= {name: by_key[tensors[name].key] for name in names}
-    if len(runs) > 1:
+    if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(one.nbytes for one in tensors.values())},
             "weight_map": {one.key: named(one.location.file) for one in placed.values()},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -96,6 +97,23 @@ class Slice:
         if isinstance(at, Tensor):
             at = box.seen_from(self.box).of(at)
         return replace(self, box=box, at=at)
+
+
+T = TypeVar("T")
+
+
+def runs(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """``items`` in lists whose sizes are at most ``most`` together, or of one larger item."""
+    run: list[T] = []
+    total = 0
+    for item in items:
+        if run and total + size(item) > most:
+            yield run
+            run, total = [], 0
+        run.append(item)
+        total += size(item)
+    if run:
+        yield run
 
 
 Tables = Mapping[str, Mapping[str, Sequence[Slice]]]

@@ -7,11 +7,9 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from piper.base.errors import PiperError
-from piper.state.checkpoint.index import GroupEntry
+from piper.state.checkpoint.index import GroupEntry, Index
+from piper.state.checkpoint.plain_values import from_json
 from piper.state.device.device_state import DeviceState
 from piper.state.optimizer.factory import members_of, settings
 
@@ -38,36 +36,33 @@ def export_groups(state: DeviceState) -> list[GroupEntry]:
     ]
 
 
-def match_groups(state: DeviceState, groups: Sequence[GroupEntry]) -> list[GroupEntry | None]:
+def match_groups(state: DeviceState, index: Index) -> list[GroupEntry | None]:
     """For each group of a device's optimizer, a saved group with some of its parameters, or None.
     All such saved groups must have equal settings."""
     if state.optimizer is None:
         return []
     pairs = zip(_names(state), _kinds(state), strict=True)
-    return [_match(names, kind, groups) for names, kind in pairs]
+    return [_match(names, kind, index.groups) for names, kind in pairs]
 
 
-def restore_groups(
-    state: DeviceState, groups: Sequence[GroupEntry], schedule: Mapping[str, Any] | None
-) -> None:
+def restore_groups(state: DeviceState, index: Index) -> None:
     """Give each group the settings of the saved group with its parameters."""
     if state.optimizer is None:
         return
-    mine = state.optimizer.param_groups
-    matches = match_groups(state, groups)
-    for group, other in zip(mine, matches, strict=True):
+    matches = match_groups(state, index)
+    for group, other in zip(state.optimizer.param_groups, matches, strict=True):
         if other is not None:
             here = group.get("capturable")  # depends on how this run executes: not restored
-            group.update({k: copy.deepcopy(v) for k, v in other.settings.items() if k != _KIND})
+            group.update({k: v for k, v in from_json(other.settings).items() if k != _KIND})
             if here is not None:
                 group["capturable"] = here
-    if schedule is not None and state.scheduler is not None:
+    if index.scheduler is not None and state.scheduler is not None:
         own = state.scheduler.state_dict()
         rows = [
-            _of_group(own, i) if group is None else group.schedule
+            _of_group(own, i) if group is None else from_json(group.schedule)
             for i, group in enumerate(matches)
         ]
-        state.scheduler.load_state_dict(_with_groups(copy.deepcopy(dict(schedule)), rows))
+        state.scheduler.load_state_dict(_with_groups(from_json(index.scheduler), rows))
 
 
 def _names(state: DeviceState) -> list[tuple[str, ...]]:
@@ -99,7 +94,7 @@ def _match(names: tuple[str, ...], kind: str, groups: Sequence[GroupEntry]) -> G
                 "take over the weights alone with load_state_dict"
             )
     for other in matches[1:]:
-        if not same(other.settings, matches[0].settings):
+        if other.settings != matches[0].settings:
             one, two = (next(n for n in g.names if n in wanted) for g in (matches[0], other))
             raise PiperError(
                 f"{one} and {two} were in groups of the optimizer with different settings, but "
@@ -107,17 +102,6 @@ def _match(names: tuple[str, ...], kind: str, groups: Sequence[GroupEntry]) -> G
                 "over the weights alone with load_state_dict"
             )
     return matches[0] if matches else None
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two settings are equal, including tensors in them."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and bool(a == b)
 
 
 def _of_group(schedule: Mapping[str, Any], place: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from piper.base.handles import Handle
 from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.index import Index
-from piper.state.checkpoint.slices import Slice, all_slices, by_name, covered, covering
+from piper.state.checkpoint.slices import Slice, all_slices, by_name, covered, covering, runs
 
 IN_FLIGHT = 4
 """Parcels, of at most ``files.BLOCK`` bytes, that a process holds at a time."""
@@ -89,7 +89,9 @@ def parcels(index: Index, wants: Mapping[int, Sequence[Slice]], me: int) -> list
                 for box in want.box.cut(files.BLOCK // want.dtype.itemsize):
                     pairs.setdefault((source, to), []).append((one.part(box), want.part(box)))
     mine = [
-        parcel for (source, to), moves in pairs.items() for parcel in _packed(source, to, moves)
+        Parcel(source, to, tag, tuple(run))
+        for (source, to), moves in pairs.items()
+        for tag, run in enumerate(runs(moves, lambda move: _room(move[1]), files.BLOCK))
     ]
     places = {device: i for i, device in enumerate(sorted({*wants, *_givers(index)}))}
 
@@ -102,19 +104,6 @@ def parcels(index: Index, wants: Mapping[int, Sequence[Slice]], me: int) -> list
 
 def _givers(index: Index) -> set[int]:
     return {int(one.location.file) for one in all_slices(index.tables)}
-
-
-def _packed(source: int, to: int, moves: Iterable[tuple[Slice, Slice]]) -> list[Parcel]:
-    rows: list[list[tuple[Slice, Slice]]] = [[]]
-    size = 0
-    for move in moves:
-        room = _room(move[1])
-        if rows[-1] and size + room > files.BLOCK:
-            rows.append([])
-            size = 0
-        rows[-1].append(move)
-        size += room
-    return [Parcel(source, to, tag, tuple(row)) for tag, row in enumerate(rows)]
 
 
 def _room(one: Slice) -> int:

@@ -14,29 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from piper.base.errors import PiperError
-from piper.state.checkpoint.index import GroupEntry, Index, SavedValue
+from piper.state.checkpoint.index import Index, SavedValue
 from piper.state.checkpoint.plain_values import from_json, stored_names
 from piper.state.checkpoint.slices import MODEL, OPTIMIZER, STORED, Slice
 from piper.state.device.bucket_layout import BucketLayout
 from piper.state.device.device_state import DeviceState, HeldBucket
 from piper.state.device.optimizer_groups import match_groups, restore_groups
 
+Kinds = Mapping[str, Sequence[SavedValue]]
+"""The values of a parameter by kind."""
+
 
 def refusal(state: DeviceState, index: Index) -> str | None:
     """Why this device cannot resume from ``index``; None if it can. Changes nothing."""
     try:
-        match_groups(state, groups_of(index))
+        match_groups(state, index)
         kept = _values_by_name(index)
         for held in state.held.values():
             for name in held.trained:
-                _values(held.layout, name, kept.get(index.first(name), ()))
+                _values(held.layout, name, kept.get(index.first(name), {}))
     except PiperError as error:
         return str(error)
     return None
-
-
-def groups_of(index: Index) -> list[GroupEntry]:
-    return [GroupEntry(g.names, from_json(g.settings), from_json(g.schedule)) for g in index.groups]
 
 
 @torch.no_grad()
@@ -67,12 +66,11 @@ def settle(state: DeviceState, index: Index) -> None:
     for held in state.held.values():
         held.publish()
     state.steps = index.steps
-    schedule = None if index.scheduler is None else from_json(index.scheduler)
-    restore_groups(state, groups_of(index), schedule)
+    restore_groups(state, index)
 
 
 def _of_optimizer(
-    state: DeviceState, held: HeldBucket, index: Index, values: Mapping[str, Sequence[SavedValue]]
+    state: DeviceState, held: HeldBucket, index: Index, values: Mapping[str, Kinds]
 ) -> Iterator[Slice]:
     assert state.optimizer is not None
     layout = held.layout
@@ -94,7 +92,7 @@ def _of_optimizer(
             to.append(Slice.of(STORED, key, tensor))
             return tensor
 
-        for kind, value in _values(layout, own, values.get(name, ())).items():
+        for kind, value in _values(layout, own, values.get(name, {})).items():
             kept[kind] = _moved(from_json(value, find), parameter, counters=there)
         yield from stored
 
@@ -118,18 +116,16 @@ def _moved(item: Any, parameter: nn.Parameter, *, counters: bool) -> Any:
     return item
 
 
-def _values_by_name(index: Index) -> dict[str, list[SavedValue]]:
-    by_name: dict[str, list[SavedValue]] = {}
+def _values_by_name(index: Index) -> dict[str, dict[str, list[SavedValue]]]:
+    """The saved values of each parameter, by kind."""
+    by_name: dict[str, dict[str, list[SavedValue]]] = {}
     for value in index.values:
-        by_name.setdefault(value.name, []).append(value)
+        by_name.setdefault(value.name, {}).setdefault(value.kind, []).append(value)
     return by_name
 
 
-def _values(layout: BucketLayout, name: str, rows: Sequence[SavedValue]) -> dict[str, Any]:
+def _values(layout: BucketLayout, name: str, kinds: Kinds) -> dict[str, Any]:
     """By kind, the saved values of a parameter, or of this shard of it."""
-    kinds: dict[str, list[SavedValue]] = {}
-    for value in rows:
-        kinds.setdefault(value.kind, []).append(value)
     chosen = {}
     for kind, values in kinds.items():
         mine = [v for v in values if (v.part, v.ways) == (layout.part, layout.bucket.ways)]
