@@ -22,7 +22,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ArrayRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A record whose fields are a JSON array, in their order."""
 
 

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from piper.base.codec import Count, Row
+from piper.base.codec import ArrayRecord, Count
 
 _MOST_BYTES = 2**62
 
 
-class TensorSpec(Row, frozen=True):
+class TensorSpec(ArrayRecord, frozen=True):
     """Shape, strides and dtype of an argument or result of a program."""
 
     shape: tuple[Count, ...]

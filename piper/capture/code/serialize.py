@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piper.base.codec import Count, Row, decode, encode
+from piper.base.codec import ArrayRecord, Count, decode, encode
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, shown, within, wrong
 from piper.capture.code.chunk_program import ChunkProgram, Function
@@ -31,7 +31,7 @@ from piper.ir.tensors import TensorSpec
 Json = Any
 
 
-class _NodeFile(Row, frozen=True):
+class _NodeFile(ArrayRecord, frozen=True):
     """A node of a graph. Its arguments refer to earlier nodes by number."""
 
     op: Literal["placeholder", "call_function", "output"]

@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from piper.base.codec import Count, Format, Int64, Row, decode, encode
+from piper.base.codec import ArrayRecord, Count, Format, Int64, decode, encode
 from piper.base.reading import MalformedError, parsed, within, wrong
 from piper.state.checkpoint.boxes import Box, tile
 from piper.state.checkpoint.plain_values import from_json
@@ -51,7 +51,7 @@ INDEX = "index.json"
 _FORMAT = Format("checkpoint", 2)
 
 
-class SavedValue(Row, frozen=True):
+class SavedValue(ArrayRecord, frozen=True):
     """Optimizer state of a parameter, or of a shard of it, that does not have its shape."""
 
     name: str
@@ -63,7 +63,7 @@ class SavedValue(Row, frozen=True):
     """As ``plain_values.to_json`` writes it."""
 
 
-class GroupEntry(Row, frozen=True):
+class GroupEntry(ArrayRecord, frozen=True):
     """The settings of an optimizer's parameter group, and the scheduler's values for it."""
 
     names: tuple[str, ...]
@@ -169,7 +169,7 @@ def _first_line(rest: bytes) -> bytes:
     return f'{{"sha256": "{hashlib.sha256(rest).hexdigest()}",'.encode()
 
 
-class _SliceFile(Row, frozen=True):
+class _SliceFile(ArrayRecord, frozen=True):
     start: tuple[Count, ...]
     shape: tuple[Count, ...]
     file: str

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from piper.base.codec import Count, Row
+from piper.base.codec import ArrayRecord, Count
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, open_file, wrong
 from piper.state.checkpoint.boxes import Box, row_major
@@ -84,7 +84,7 @@ def refuse_overlaps(extents: Iterable[Extent]) -> None:
             raise MalformedError(f"{one.what} and {other.what} are said to lie in the same bytes")
 
 
-class FileFacts(Row, frozen=True):
+class FileFacts(ArrayRecord, frozen=True):
     """Expected facts of a file, in bytes: its size, its header's size and the header's CRC-32."""
 
     bytes: Count
