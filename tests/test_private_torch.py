@@ -55,6 +55,8 @@ KNOWN = frozenset(
         "torch.distributed.tensor._op_schema.OpSchema",
         "torch.distributed.tensor._op_schema.RuntimeSchemaInfo",
         "torch.export._trace",
+        "torch.fx._lazy_graph_module._LazyGraphModule",
+        "torch.fx._lazy_graph_module._use_lazy_graph_module",
         "torch.fx.experimental.proxy_tensor.make_fx",
         "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
         "torch.library._scoped_library",

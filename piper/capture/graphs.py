@@ -1,5 +1,5 @@
-"""Queries on FX graphs (views, ancestors, workspace, FLOPs), and ``extract``, which takes a part of
-a graph out as a function. No graph is changed."""
+"""Queries on FX graphs (views, ancestors, workspace, FLOPs), ``extract``, which takes a part of a
+graph out as a function, and ``module_of``. No graph is changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
@@ -102,7 +103,12 @@ def extract(
             for op in _missing(node, copies):
                 copies[op] = part.node_copy(op, copies.__getitem__)
     part.output([copies[node] for node in targets])
-    return fx.GraphModule(torch.nn.Module(), part)
+    return module_of(part)
+
+
+def module_of(graph: fx.Graph) -> fx.GraphModule:
+    """``graph`` as a module. Its code is generated when it is first called: most are never."""
+    return _LazyGraphModule(torch.nn.Module(), graph)
 
 
 def _missing(node: fx.Node, done: Collection[fx.Node]) -> list[fx.Node]:

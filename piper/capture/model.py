@@ -7,7 +7,8 @@ passes. The result is all that the executor and the schedule compiler read of th
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from piper.base.errors import CaptureError
 from piper.base.modes import autocast_kinds
@@ -108,7 +110,7 @@ class Captured:
         ]
         trained = {name for name, specs, i in ends if Ref(Kind.PARAMETER_GRAD, i) in specs}
         whole = {name: specs[Ref(Kind.PARAMETER, i)] for name, specs, i in ends}
-        with _tracing_is_process_wide, unset_fake_temporarily(), quiet_tracing():
+        with _tracing(), quiet_tracing():
             pieces = segmented(self.cut, shardings)
             joints = differentiate(pieces, trained.__contains__, self.compiler)
             unmarked = [passes.of(joint, self.remat) for joint in joints]
@@ -164,7 +166,7 @@ def capture(
     example = Batch.of(inputs, targets)
     _check(model, loss, targets)
     kind = _precision(precision)
-    with _tracing_is_process_wide, unset_fake_temporarily():
+    with _tracing():
         return _capture(
             model,
             example,
@@ -194,7 +196,7 @@ def trace(
     precision: str,
 ) -> str:
     """A digest of what ``capture`` would trace, to compare with ``Captured.traced``."""
-    with _tracing_is_process_wide, unset_fake_temporarily():
+    with _tracing():
         return trace_text(
             model,
             Batch.of(inputs, targets),
@@ -207,8 +209,15 @@ def trace(
         )
 
 
-# torch's tracing modes, and Python's warnings and stderr, are process-wide
+# torch's tracing modes, and Python's warnings, are process-wide
 _tracing_is_process_wide = threading.RLock()
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """One trace at a time. The modules that tracing makes generate their code when called."""
+    with _tracing_is_process_wide, unset_fake_temporarily(), _use_lazy_graph_module(True):
+        yield
 
 
 def _capture(

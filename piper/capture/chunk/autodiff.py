@@ -189,8 +189,8 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
         module = make_fx(joint, decomposition_table=dict(compiler.decompositions()))(
             *primals, *tangents
         )
-        _erase_detach(module)
-        _conjugate_numbers(module)
+        _erase_detach(module.graph)
+        _conjugate_numbers(module.graph)
         if any(_mutates(node) for node in module.graph.nodes):
             module = _functionalize(module)
     refs = [
@@ -298,28 +298,26 @@ def _leaves(body: Body, needs: tuple[bool, ...]) -> list[Tensor]:
     return leaves
 
 
-def _erase_detach(module: fx.GraphModule) -> None:
+def _erase_detach(graph: fx.Graph) -> None:
     """Erase detach and alias: the autograd engine never runs these graphs."""
     aten = torch.ops.aten
-    for node in list(module.graph.nodes):
+    for node in list(graph.nodes):
         if node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-    module.recompile()
+            graph.erase_node(node)
 
 
-def _conjugate_numbers(module: fx.GraphModule) -> None:
+def _conjugate_numbers(graph: fx.Graph) -> None:
     """Fold conj and clone of complex numbers. The backward of a product with a complex number
     conjugates a tensor that holds it; the graph has the number itself in place of that tensor."""
     aten = torch.ops.aten
-    for node in list(module.graph.nodes):
+    for node in list(graph.nodes):
         if node.target in (aten._conj.default, aten.clone.default) and _is_complex(node.args[0]):
             number = node.args[0]
             number = number.conjugate() if node.target is aten._conj.default else number
             for user in list(node.users):
                 user.args = tuple(number if arg is node else arg for arg in user.args)
-            module.graph.erase_node(node)
-    module.recompile()
+            graph.erase_node(node)
 
 
 def _is_complex(x: object) -> bool:

@@ -7,13 +7,13 @@ the batch alone and are larger than their sources (``recomputing``).
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from piper.capture.chunk.assign import assign, constants_of, update_after_last_read
 from piper.capture.chunk.chunks import Body, Chunk, ChunkValue, Cut
 from piper.capture.chunk.expert_regions import narrow_expert_regions
 from piper.capture.chunk.recomputing import recomputed_of
+from piper.capture.graphs import module_of
 from piper.capture.regions import Region
 from piper.capture.trace.export import Exported
 from piper.ir.tensors import TensorSpec
@@ -143,7 +143,7 @@ def body_of(
         new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[n] for n in (*outputs, *updates)))
     return Body(
-        module=fx.GraphModule(torch.nn.Module(), graph),
+        module=module_of(graph),
         parameters=len(first),
         buffers=len(buffers),
         inputs=len(inputs),

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.recomputing import is_cheap
-from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, returned
+from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, module_of, returned
 from piper.ir.passes import Kind, Ref, RematPolicy
 
 
@@ -74,7 +73,7 @@ def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
 
     if not joint.gradients:
         return joint, []
-    module = fx.GraphModule(torch.nn.Module(), _copied(joint.graph))
+    module = module_of(_copied(joint.graph))
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     # its common subexpression elimination would merge some random ops
     shares = not any(is_random(node) for node in module.graph.nodes)

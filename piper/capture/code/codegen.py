@@ -25,6 +25,7 @@ from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.code.gpu_index import gpu_for, move_values, name_gpu
 from piper.capture.code.peephole import leave_out, products_of, write_into
 from piper.capture.code.strides import keep_strides, strides_of
+from piper.capture.graphs import module_of
 from piper.capture.intercept.generators import default_exchanged, draw_privately, take_seeds
 from piper.capture.operators.grouped_mm import EAGER
 from piper.ir.passes import Kind, Pass, RematPolicy
@@ -170,7 +171,7 @@ class Inductor:
         results.meta["user_visible_output_idxs"] = list(range(len(function.results)))
         gpu = gpu_for(graph)
         name_gpu(graph, gpu)
-        module = fx.GraphModule(torch.nn.Module(), graph)
+        module = module_of(graph)
         move_values(module, gpu)
         seeds = take_seeds(graph)
         fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]

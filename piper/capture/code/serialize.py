@@ -23,7 +23,7 @@ from piper.base.codec import ArrayRecord, Count, decode, encode
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, shown, within, wrong
 from piper.capture.code.chunk_program import ChunkProgram, Function
-from piper.capture.graphs import is_random
+from piper.capture.graphs import is_random, module_of
 from piper.capture.operators.registry import check_arguments, operator_named
 from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
@@ -189,7 +189,7 @@ def _graph_from_file(
         nodes.append(node)
     if not nodes:
         raise MalformedError("a graph has at least an output")
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return module_of(graph)
 
 
 def _node_from_file(graph: fx.Graph, item: _NodeFile, nodes: list[fx.Node]) -> fx.Node:

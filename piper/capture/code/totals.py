@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.code.chunk_program import ChunkProgram
+from piper.capture.graphs import module_of
 from piper.ir.passes import Pass
 
 
@@ -76,4 +77,4 @@ def _on(module: fx.GraphModule, device: torch.device) -> Any:
     for node in graph.nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": device}
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return module_of(graph)

@@ -29,7 +29,7 @@ from piper.capture.experts.dim_layouts import Axis, DimLayout
 from piper.capture.experts.separation import prove_separate
 from piper.capture.experts.separation_rules import Layouts
 from piper.capture.experts.sorted_share import dispatched_shape, sorted_layouts, sorted_share
-from piper.capture.graphs import returned
+from piper.capture.graphs import module_of, returned
 from piper.capture.model import Captured
 from piper.capture.shard.resizing import resized
 from piper.capture.trace.quiet import quiet_tracing
@@ -158,7 +158,7 @@ def _at_shapes(
             copied.target, copied.args, copied.kwargs = resized(
                 copied.target, copied.args, copied.kwargs, shape(made)
             )
-    module = fx.GraphModule(torch.nn.Module(), graph)
+    module = module_of(graph)
     old = body.fakes()
     mode = old[0].fake_mode
     fakes = [_empty(mode, x, shape(layout)) for x, layout in zip(old, given.values(), strict=True)]

@@ -22,7 +22,7 @@ from piper.base.errors import CaptureError
 from piper.capture.chunk.chunks import Body, Chunk
 from piper.capture.experts.dim_layouts import Axis, DimLayout
 from piper.capture.experts.separation import prove_separate
-from piper.capture.graphs import returned
+from piper.capture.graphs import module_of, returned
 from piper.capture.operators.grouped_mm import REGROUP
 from piper.capture.shard.resizing import resized
 from piper.capture.trace.quiet import quiet_tracing
@@ -90,7 +90,7 @@ def sorted_share(chunk: Chunk, found: SortedRows, ways: int, dim: int, rows: int
             for node in returned(body.module.graph)
         )
     )
-    module = fx.GraphModule(torch.nn.Module(), graph)
+    module = module_of(graph)
     fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     with quiet_tracing():
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)

@@ -21,7 +21,6 @@ from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.rewrites.fused_weights import ShardedSections
 from piper.capture.shard.rewrites.routing import Routed, RowRole
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.capture.trace.quiet import hushed_loggers
 from piper.ir.collectives import Move
 from piper.ir.layouts import Placement, move_between
 from piper.ir.shards import AxisPlacement, Redistribution
@@ -209,7 +208,7 @@ class LocalGraph:
 
     def _on_fakes(self, target: Any, args: Any, kwargs: Any) -> Any:
         fakes = pytree.tree_map_only(fx.Node, lambda x: x.meta["val"], (args, dict(kwargs)))
-        with self._mode, torch.no_grad(), hushed_loggers():
+        with self._mode, torch.no_grad():
             return target(*fakes[0], **fakes[1])
 
 

@@ -22,6 +22,7 @@ from piper.base.errors import CaptureError
 from piper.capture.chunk.chunks import Body, Chunk, ChunkValue, Cut
 from piper.capture.chunk.cut import body_key
 from piper.capture.chunk.expert_regions import sorted_rows
+from piper.capture.graphs import module_of
 from piper.capture.shard.local_chunks import LocalChunks, Sharding
 from piper.capture.shard.local_graph import LocalLayout, placements_of, stand_in
 from piper.capture.shard.placements import REPLICATED
@@ -298,11 +299,10 @@ class _Segmenter:
         fake = source.meta["val"]
         key = move, TensorSpec.of(fake), tuple(fake.stride()), ways
         if key not in self._stand_ins:
-            module = make_fx(stand_in(move, ways))(fake)
-            output = module.graph.output_node()
+            graph = make_fx(stand_in(move, ways))(fake).graph
+            output = graph.output_node()
             output.args = ((output.args[0],),)
-            module.recompile()
-            self._stand_ins[key] = Body(module, 0, 0, 1, 1, 0, body_key(module.graph))
+            self._stand_ins[key] = Body(module_of(graph), 0, 0, 1, 1, 0, body_key(graph))
         return self._stand_ins[key]
 
 

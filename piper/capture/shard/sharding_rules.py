@@ -27,7 +27,6 @@ from piper.capture.shard.placements import REPLICATED, Placements
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION, NAMES
 from piper.capture.shard.rule_checks import Numbers, apart, from_the_front
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.capture.trace.quiet import hushed_loggers
 from piper.ir.layouts import Placement
 
 
@@ -75,7 +74,7 @@ class Rules:
         fake = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
         asking = _Asking(self._mesh, given, self._axis.parts if self._axis.head_tail else 1)
         try:
-            with torch.no_grad(), fake.fake_mode, hushed_loggers(), asking:
+            with torch.no_grad(), fake.fake_mode, asking:
                 made = target(*args, **kwargs)
         except _UNKNOWN:
             return None
@@ -103,7 +102,7 @@ class Rules:
 
         numbers = Numbers()
         try:
-            with torch.no_grad(), mode, hushed_loggers():
+            with torch.no_grad(), mode:
                 local, named = pytree.tree_map_only(Tensor, shard, (tuple(args), dict(kwargs)))
                 with numbers:
                     target(*local, **named)
