@@ -231,7 +231,7 @@ def with_plans(read: C) -> C:
     placed = read.strategy.apply(build(training.facts.whole))
     again = placed
     if evaluation.facts is not training.facts:
-        again = read.strategy.as_in(placed).apply(build(evaluation.facts.whole))
+        again = read.strategy.apply(build(evaluation.facts.whole))
     check_placed(read, placed, again)
     lowered = lower(placed, training.facts.models, read.settings)
     forwards = lower_forwards(again, evaluation.facts.models, read.settings, lowered.dag)

@@ -7,16 +7,15 @@ Reads two JSON formats: its own (``to_json``), and that of uw-syfi/piper, with t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from piper.base.errors import DirectiveError
 from piper.base.reading import MalformedError, check_limits, file_bytes, parsed, shown
 from piper.ir.dag.dag import Dag
-from piper.ir.dag.verify_dag import verify
+from piper.ir.dag.verify_dag import refuse_scattered, verify
 from piper.ir.mesh import Mesh
 from piper.ir.passes import RematPolicy
 from piper.strategies.directives import (
@@ -30,7 +29,6 @@ from piper.strategies.directives import (
     split,
     stream,
 )
-from piper.strategies.directives.partition import Partition
 from piper.strategies.join_last import join_last
 
 
@@ -58,16 +56,35 @@ class Strategy:
         object.__setattr__(self, "directives", given)
 
     def apply(self, dag: Dag) -> Dag:
-        """``dag`` after all directives, verified. Nodes after the last placed region join it."""
+        """``dag`` after all directives, verified: ``layout``, then ``ordered``."""
+        return self.ordered(self.layout(dag))
+
+    def layout(self, dag: Dag) -> Dag:
+        """``dag`` after the directives that lay out regions. Its history has all directives, in the
+        order in which they are written."""
+        orders = [directive.orders for directive in self.directives]
+        if orders != sorted(orders):
+            for _ in self.steps(dag):  # refuses an order of what is laid out only after it
+                pass
+        noted = dag.noted(*map(str, self.directives))
+        return self._phase(noted, orders=False, verify=refuse_scattered)
+
+    def ordered(self, layout: Dag) -> Dag:
+        """``layout`` after the directives that order its nodes, verified. Nodes after the last
+        placed region join it."""
+        return join_last(self._phase(layout, orders=True, verify=verify))
+
+    def _phase(self, dag: Dag, *, orders: bool, verify: Callable[[Dag], None]) -> Dag:
+        first = len(dag.history) - len(self.directives)
+        mine = [(i, d) for i, d in enumerate(self.directives, first) if d.orders is orders]
         after = dag
-        for directive in self.directives:
-            after = directive.apply(after, check=False)
-        after = join_last(after)
+        for me, directive in mine:
+            after = directive.rewritten(after, me)
         try:
             verify(after)
         except DirectiveError:
-            for _ in self.steps(dag):  # again, to name the failing directive
-                pass
+            for me, directive in mine:  # again, to name the failing directive
+                dag = directive.rewritten(dag, me, verify)
             raise
         return after
 
@@ -76,20 +93,6 @@ class Strategy:
         included, because costs are compared with it."""
         said = {policy for directive in self.directives for policy in directive.policies}
         return tuple(p for p in RematPolicy if p in {RematPolicy.NONE, default, *said})
-
-    def as_in(self, placed: Dag) -> Strategy:
-        """The same strategy, with the stage sizes of every partition fixed as in ``placed``. Used
-        for evaluation, where parameters stay where training has placed them."""
-
-        def counted(partition: Partition) -> Partition:
-            tag, into = partition.tag, partition.into
-            stages = {n.tags[tag]: n.tags[into] for n in placed.nodes if tag in n.tags}
-            if not stages:  # the whole model is one stage
-                return partition
-            counts = Counter(stages.values())
-            return replace(partition, by=[counts[stage] for stage in range(partition.parts)])
-
-        return Strategy(counted(d) if isinstance(d, Partition) else d for d in self.directives)
 
     def steps(self, dag: Dag) -> Iterator[Dag]:
         """``dag`` after each directive."""

@@ -187,7 +187,7 @@ def test_predictions_of_a_library_model(axes: dict[str, Any]) -> None:
 
 def evaluation(made: piper.Program) -> Lowered:
     facts = made.evaluation_step.facts
-    dag = made.strategy.as_in(made.lowered.dag).apply(build(facts.whole))
+    dag = made.strategy.apply(build(facts.whole))
     return lower_forwards(dag, facts.models, made.settings, made.lowered.dag)
 
 

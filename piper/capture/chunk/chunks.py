@@ -81,6 +81,9 @@ class Cut:
     outputs: tuple[int, ...]
     updates: frozenset[str]
     """The buffers that some chunk updates."""
+    origin: tuple[int, ...] = ()
+    """For each chunk, the chunk of the uncut model that it is or of which it is a segment; empty if
+    no chunk is cut into segments."""
 
 
 def refuse_empty(cut: Cut, regions: Mapping[Region, str], loss_region: Region) -> None:

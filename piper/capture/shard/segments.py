@@ -57,7 +57,7 @@ def _segmented(cut: Cut, shardings: Mapping[int, Sequence[Sharding]]) -> Cut:
         )
         cut = segmenter.cut()
         origin = [origin[i] for i in segmenter.origin]
-    return cut
+    return replace(cut, origin=tuple(origin))
 
 
 class _Segmenter:

@@ -86,6 +86,11 @@ class Node:
         op = self.op
         return (op.source, op.target) if isinstance(op, Transfer) else (self.devices,)
 
+    def changed_by(self, entry: int) -> int:
+        """``made_by`` if the history's ``entry`` changes the node: the last of both, since orders
+        act after the layout and may be written before it."""
+        return max(self.made_by, entry)
+
     @property
     def compute(self) -> Compute:
         """The op of a compute node: before lowering, every node is one."""
@@ -113,6 +118,8 @@ class Dag:
     remat: Mapping[int, RematPolicy] = field(default_factory=dict)
     """By chunk, where it differs from the model's policy."""
     streams: Mapping[str, StreamRule] = field(default_factory=dict)
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The number of regions in each stage, by the tag of the stages."""
     extra: tuple[Extra, ...] = ()
     """Values that lowering added; their numbers follow the values of all microbatches."""
     buckets: tuple[Bucket, ...] = ()
@@ -206,9 +213,9 @@ class Dag:
         nodes = tuple(changed.get(i, node) for i, node in enumerate(self.nodes))
         return replace(self, nodes=nodes)
 
-    def noted(self, directive: str) -> Dag:
-        """This DAG with one more entry in its history: number ``len(self.history)``."""
-        return replace(self, history=(*self.history, directive))
+    def noted(self, *directives: str) -> Dag:
+        """This DAG with more entries in its history; the first has number ``len(self.history)``."""
+        return replace(self, history=(*self.history, *directives))
 
     def label(self, entry: int) -> str:
         """A history entry in short: its number and the directive's name."""

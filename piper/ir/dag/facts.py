@@ -174,6 +174,9 @@ class Model:
     """The values reported beside the loss: scalars as their mean, other values as their rows."""
     declared: Mapping[str, str] = field(default_factory=dict)
     """The model's own tensor parallel plan: how to shard modules, by module name pattern."""
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The number of regions in each stage, by the tag of the stages, where it is decided before: by
+    the uncut regions for segments, by training for evaluation."""
 
 
 @dataclass(frozen=True, slots=True)

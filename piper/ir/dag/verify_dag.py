@@ -18,7 +18,7 @@ from piper.ir.ops import Compute, Group, same_group
 def verify(dag: Dag) -> None:
     """Raise a ``DirectiveError`` that names the nodes and the directive if ``dag`` cannot run."""
     _one_producer(dag)
-    _one_place_a_chunk(dag)
+    refuse_scattered(dag)
     cycle = _cycle(dag)
     if cycle:
         raise DirectiveError(_describe(dag, cycle))
@@ -32,7 +32,8 @@ def _one_producer(dag: Dag) -> None:
             assert made[number] == (0 if given else 1), "a directive lost or doubled a value"
 
 
-def _one_place_a_chunk(dag: Dag) -> None:
+def refuse_scattered(dag: Dag) -> None:
+    """Refuse passes of one chunk and microbatch on different groups."""
     places: dict[tuple[int, int], Group] = {}
     for number, node in enumerate(dag.nodes):
         if node.devices and isinstance(node.op, Compute):

@@ -230,7 +230,7 @@ class Capture:
             if self._traces.depends_on_mode(first.microbatches):
                 again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
                 evaluation = self._placer.placed_for_evaluation(
-                    strategy.as_in(placed.dag), again, shape.experts
+                    strategy, again, shape.experts, placed
                 )
             forwards = lower_forwards(
                 evaluation.dag, evaluation.facts.models, settings, lowered.dag

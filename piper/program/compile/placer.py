@@ -3,7 +3,7 @@ group size sees them. Results are cached for later strategies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from piper.base.errors import DirectiveError
@@ -17,9 +17,11 @@ from piper.capture.experts.batch_rows import Rows, rows_of
 from piper.capture.experts.share import trace_share, with_rows
 from piper.capture.model import Captured
 from piper.capture.shard.local_chunks import Sharding
-from piper.ir.dag.build import build
+from piper.ir.dag.build import build, of_segments
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Facts, Model
+from piper.ir.passes import RematPolicy
+from piper.ir.rules import ShardRule
 from piper.program.compile.shardings import shardings_of
 from piper.program.compile.wiring import (
     refuse_different,
@@ -27,7 +29,6 @@ from piper.program.compile.wiring import (
     refuse_other_share,
     with_sorted_shares,
 )
-from piper.strategies.directives.tensor_parallel import refuse_other_ways
 from piper.strategies.strategy import Strategy
 
 
@@ -55,44 +56,63 @@ class Placer:
         return facts_of(captured, captured.remat, known=self._known)
 
     def placed(
-        self, strategy: Strategy, captured: Mapping[int, Captured], experts: Iterable[int] = ()
+        self,
+        strategy: Strategy,
+        captured: Mapping[int, Captured],
+        experts: Iterable[int] = (),
+        training: Placed | None = None,
     ) -> Placed:
         """A model under ``strategy``. ``captured`` holds it as one device of each group size sees
-        it. Groups of the sizes in ``experts`` run only regions of experts."""
-        known = self._known
-        policies = strategy.policies(next(iter(captured.values())).remat)
-        facts = {n: facts_of(c, c.remat, None, known, policies) for n, c in captured.items()}
+        it. Groups of the sizes in ``experts`` run only regions of experts. In evaluation mode, the
+        regions of each stage are those of ``training``, so that parameters stay where they are."""
+        of, first = next(iter(captured.items()))
+        policies = strategy.policies(first.remat)
+        facts = {n: self._facts(c, policies) for n, c in captured.items()}
         refuse_different(facts, {n: c.example.size // c.microbatches for n, c in captured.items()})
-        whole = facts[next(iter(captured))]
-        dag = strategy.apply(build(whole))
-        if any(rule.ways > 1 for rules in dag.tensor.values() for rule in rules):
-            captured = {n: self._sharded(c, dag) for n, c in captured.items()}
-            facts = {n: facts_of(c, c.remat, None, known, policies) for n, c in captured.items()}
-            whole = facts[next(iter(captured))]
-            dag = strategy.apply(build(whole))
-            refuse_other_ways(dag)
-        resized = {n: self._of_experts(captured, dag, n) for n in experts}
+        stages = training.dag.stages if training else {}
+        layout = strategy.layout(build(replace(facts[of], stages=stages)))
+        if any(rule.ways > 1 for rules in layout.tensor.values() for rule in rules):
+            captured = {n: self._sharded(c, layout) for n, c in captured.items()}
+            facts = {n: self._facts(c, policies) for n, c in captured.items()}
+            first = captured[of]
+        origin = first.cut.origin or range(len(first.chunks))
+        shards = {i: layout.shards[at] for i, at in enumerate(origin) if at in layout.shards}
+        resized = {}
+        for n in experts:
+            alone = {node.compute.chunk for node in layout.nodes if node.parts == n}
+            dims = {i: shards[i].dim for i, at in enumerate(origin) if at in alone}
+            resized[n] = self._of_experts(first, dims, n, of)
         rows = self._rows_of(captured, next(iter(resized.values()), None))
         captured = {**captured, **resized}
-        for n, resized_model in resized.items():
-            facts[n] = facts_of(resized_model, resized_model.remat, None, known, policies)
-        joints = {n: self._joints(c, dag) for n, c in captured.items()}
-        models = {n: facts_of(c, c.remat, joints[n], known, policies) for n, c in captured.items()}
-        if any(dag.model.chunks[chunk].sorted_rows for chunk in dag.shards):
+        facts |= {n: self._facts(c, policies) for n, c in resized.items()}
+        joints = {n: self._joints(c, shards) for n, c in captured.items()}
+        models = facts
+        if shards:
+            models = {n: self._facts(c, policies, joints[n]) for n, c in captured.items()}
+        by_expert = any(facts[of].chunks[chunk].sorted_rows for chunk in shards)
+        if by_expert:
             facts = {n: with_sorted_shares(facts[n], models[n]) for n in captured}
             models = {n: with_sorted_shares(models[n], facts[n]) for n in captured}
-            whole = facts[next(iter(captured))]
-            dag = strategy.apply(build(whole))
         for n in captured:
             refuse_other_share(facts[n], models[n])
-        models = _with_rows(models, rows)
+        if first.cut.origin or by_expert:
+            layout = of_segments(layout, replace(facts[of], stages=layout.stages), origin)
+        dag = strategy.ordered(layout)
+        passes = self._known.passes
         programs = {
-            n: consume_inputs(
-                c.cut, [known.passes.of(x, dag.policy(i)) for i, x in enumerate(joints[n])]
-            )
+            n: consume_inputs(c.cut, [passes.of(x, dag.policy(i)) for i, x in enumerate(joints[n])])
             for n, c in captured.items()
         }
-        return Placed(dag, Facts(whole, models), Executables.of(captured, programs))
+        facts_of_step = Facts(dag.model, _with_rows(models, rows))
+        return Placed(dag, facts_of_step, Executables.of(captured, programs))
+
+    def _facts(
+        self,
+        captured: Captured,
+        policies: Iterable[RematPolicy],
+        joints: Sequence[Joint] | None = None,
+    ) -> Model:
+        return facts_of(captured, captured.remat, joints, self._known, policies)
 
     def _sharded(self, captured: Captured, dag: Dag) -> Captured:
         """The model as one device sees it under tensor parallelism."""
@@ -105,16 +125,16 @@ class Placer:
         )
         return self._segmented[-1][2]
 
-    def _of_experts(self, captured: Mapping[int, Captured], dag: Dag, parts: int) -> Captured:
-        """The model as one of ``parts`` devices that run only experts sees it."""
-        of, first = next(iter(captured.items()))
-        chunks = {node.compute.chunk for node in dag.nodes if node.parts == parts}
-        dims = {chunk: dag.shards[chunk].dim for chunk in sorted(chunks)}
+    def _of_experts(
+        self, captured: Captured, dims: Mapping[int, int], parts: int, of: int
+    ) -> Captured:
+        """``captured``, as one of ``of`` devices sees it, as one of ``parts`` devices that run only
+        experts sees it. ``dims`` gives the expert dimension of their parameters, by chunk."""
         for kept, known, size, resized in self._resized:
-            if (kept is first) and (known, size) == (dims, parts):
+            if (kept is captured) and (known, size) == (dims, parts):
                 return resized
-        resized = with_rows(first, dims, parts, of, self._known.passes)
-        self._resized.append((first, dims, parts, resized))
+        resized = with_rows(captured, dims, parts, of, self._known.passes)
+        self._resized.append((captured, dims, parts, resized))
         return resized
 
     def _rows_of(
@@ -132,11 +152,15 @@ class Placer:
         return self._rows[key]
 
     def placed_for_evaluation(
-        self, strategy: Strategy, captured: Mapping[int, Captured], experts: Iterable[int] = ()
+        self,
+        strategy: Strategy,
+        captured: Mapping[int, Captured],
+        experts: Iterable[int],
+        training: Placed,
     ) -> Placed:
         """``placed`` for evaluation mode, which also checks the rows of outputs."""
         try:
-            placed = self.placed(strategy, captured, experts)
+            placed = self.placed(strategy, captured, experts, training)
         except DirectiveError as error:
             raise DirectiveError(
                 f"{error}. In evaluation mode (model.eval()) the model has other regions than in "
@@ -146,21 +170,19 @@ class Placer:
         refuse_other_rows(most, self._rows_of({min(captured): most}))
         return placed
 
-    def _joints(self, captured: Captured, dag: Dag) -> tuple[Joint, ...]:
+    def _joints(self, captured: Captured, shards: Mapping[int, ShardRule]) -> tuple[Joint, ...]:
         """The joint graph of each chunk; for sharded experts, that of a device's share."""
-        joints = []
-        for chunk, joint in zip(captured.chunks, captured.joints, strict=True):
-            rule = dag.shards.get(chunk.index)
-            if rule is not None and rule.ways > 1:
-                by_expert = sorted_rows(chunk.body)
+        joints = list(captured.joints)
+        for i, rule in shards.items():
+            if rule.ways > 1:
+                by_expert = sorted_rows(captured.chunks[i].body)
                 rows = rule.room(by_expert.rows) if by_expert else None
-                key = (id(joint), rule.ways, rule.dim, rows)
+                key = (id(joints[i]), rule.ways, rule.dim, rows)
                 if key not in self._shares:
                     self._shares[key] = trace_share(
-                        chunk, joint, rule.ways, rule.dim, rows, captured.compiler
+                        captured.chunks[i], joints[i], rule.ways, rule.dim, rows, captured.compiler
                     )
-                joint = self._shares[key]
-            joints.append(joint)
+                joints[i] = self._shares[key]
         return tuple(joints)
 
 

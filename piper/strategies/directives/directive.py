@@ -3,12 +3,15 @@
 A directive is a frozen dataclass; its fields are the user's arguments. ``rewrite`` is a pure
 function from DAG to DAG. ``apply`` adds the directive to the DAG's history and names the directive
 in every error. A strategy runs ``check`` of its directives when it is constructed.
+
+Most directives lay out regions: where they run, and how the batch, their state and their
+parameters are sharded. The others order the nodes of the DAG that follows from the layout.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -26,6 +29,8 @@ class Directive(ABC):
     """One step of a strategy."""
 
     name: ClassVar[str]
+    orders: ClassVar[bool] = False
+    """Whether it orders nodes; otherwise it lays out regions."""
 
     @property
     def policies(self) -> tuple[RematPolicy, ...]:
@@ -52,13 +57,16 @@ class Directive(ABC):
         except DirectiveError as error:
             raise DirectiveError(f"{self}: {error}") from None
 
-    def apply(self, dag: Dag, *, check: bool = True) -> Dag:
-        """``dag`` rewritten, with this directive in its history; verified if ``check``."""
-        me = len(dag.history)
+    def apply(self, dag: Dag) -> Dag:
+        """``dag`` rewritten and verified, with this directive in its history."""
+        self.checked()
+        return self.rewritten(dag.noted(str(self)), len(dag.history), verify)
+
+    def rewritten(self, dag: Dag, me: int, verify: Callable[[Dag], None] | None = None) -> Dag:
+        """``rewrite``, and ``verify`` of the result, with the directive named in their errors."""
         with self._named():
-            self.check()
-            after = self.rewrite(dag.noted(str(self)), me)
-            if check:
+            after = self.rewrite(dag, me)
+            if verify is not None:
                 verify(after)
         return after
 

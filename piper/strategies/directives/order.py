@@ -33,6 +33,7 @@ _HALVES = (Pass.BI, Pass.BW)
 @dataclass(frozen=True)
 class Order(Directive):
     name: ClassVar[str] = "order"
+    orders: ClassVar[bool] = True
 
     groups: tuple[tuple[FilterLike, ...], ...]
 
@@ -78,7 +79,9 @@ class Order(Directive):
             old = dict(zip(node.after, node.after_by, strict=True))
             edges = sorted({**dict.fromkeys(after[number], me), **old}.items())
             befores, by = zip(*edges, strict=True)
-            changed[number] = replace(node, after=befores, after_by=by, made_by=me, ordered_by=me)
+            changed[number] = replace(
+                node, after=befores, after_by=by, made_by=node.changed_by(me), ordered_by=me
+            )
         return dag.with_nodes(changed)
 
     def to_json(self) -> dict[str, Any]:
@@ -196,7 +199,8 @@ def _halves(dag: Dag, node: Node, me: int) -> list[Node]:
         op = replace(node.compute, which=which)
         reads, writes = dag.table.wire(op.chunk, which, dag.policy(op.chunk), op.microbatch)
         tags = {**node.tags, PASS: which}
-        made.append(replace(node, op=op, tags=tags, reads=reads, writes=writes, made_by=me))
+        by = node.changed_by(me)
+        made.append(replace(node, op=op, tags=tags, reads=reads, writes=writes, made_by=by))
     return made
 
 

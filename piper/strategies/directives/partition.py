@@ -54,7 +54,11 @@ class Partition(Directive):
                 f"{len(regions)}"
             )
         owners = self._owners(dag.model.chunks, regions)
-        stages = self._stages(dag, regions, owners)
+        counts = self._counts(dag, regions, owners)
+        stages = dict(
+            zip(regions, (s for s, n in enumerate(counts) for _ in range(n)), strict=True)
+        )
+        dag = replace(dag, stages={**dag.stages, self.into: tuple(counts)})
         return self._tagged(dag, [stages[owner] for owner in owners], me)
 
     def _tagged(self, dag: Dag, stages: Sequence[int], me: int) -> Dag:
@@ -76,28 +80,27 @@ class Partition(Directive):
             owners.append(chunk.tags.get(self.tag, before))
         return owners
 
-    def _stages(self, dag: Dag, regions: Sequence[int], owners: Sequence[int]) -> Mapping[int, int]:
-        """The stage of each region."""
-        if isinstance(self.by, Sequence) and not isinstance(self.by, str):
-            counts = list(self.by)
+    def _counts(self, dag: Dag, regions: Sequence[int], owners: Sequence[int]) -> list[int]:
+        """The number of regions in each stage."""
+        by = dag.model.stages.get(self.into, self.by)
+        if isinstance(by, Sequence) and not isinstance(by, str):
+            counts = list(by)
             whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
             if not whole or len(counts) != self.parts or sum(counts) != len(regions):
                 raise DirectiveError(
                     f"by={counts} must be {self.parts} positive counts that add up to "
                     f"{len(regions)}, the number of regions {self.tag!r}"
                 )
+            return counts
+        weights = dict.fromkeys(regions, 0.0)
+        if isinstance(by, Mapping):
+            weights = self._measured(regions, by)
         else:
-            weights = dict.fromkeys(regions, 0.0)
-            if isinstance(self.by, Mapping):
-                weights = self._measured(regions, self.by)
-            else:
-                for chunk, owner in zip(dag.model.chunks, owners, strict=True):
-                    weights[owner] += self._weight(dag, chunk)
-            if not any(weights.values()):  # no costs known: equal weights
-                weights = dict.fromkeys(regions, 1.0)
-            counts = balanced([weights[region] for region in regions], self.parts)
-        stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
-        return dict(zip(regions, stages, strict=True))
+            for chunk, owner in zip(dag.model.chunks, owners, strict=True):
+                weights[owner] += self._weight(dag, chunk)
+        if not any(weights.values()):  # no costs known: equal weights
+            weights = dict.fromkeys(regions, 1.0)
+        return balanced([weights[region] for region in regions], self.parts)
 
     def _measured(self, regions: Sequence[int], by: Mapping[int, float]) -> dict[int, float]:
         if set(by) != set(regions):

@@ -19,6 +19,7 @@ from piper.strategies.directives.directive import Directive, check_stream, plain
 @dataclass(frozen=True)
 class Stream(Directive):
     name: ClassVar[str] = "stream"
+    orders: ClassVar[bool] = True
     positional: ClassVar[tuple[str, ...]] = ("where", "stream")
 
     where: FilterLike | None
@@ -34,7 +35,11 @@ class Stream(Directive):
     def rewrite(self, dag: Dag, me: int) -> Dag:
         sms = None if self.sms is None else _share(self.sms)
         matched = [] if self.where is None else select(dag, Filter.of(self.where))
-        changed = {i: replace(dag.nodes[i], stream=self.stream, made_by=me) for i in matched}
+        changed = {
+            i: replace(node, stream=self.stream, made_by=node.changed_by(me))
+            for i in matched
+            for node in [dag.nodes[i]]
+        }
         old = dag.streams.get(self.stream, StreamRule())
         rule = StreamRule(
             old.priority if self.priority is None else self.priority,

@@ -112,20 +112,6 @@ def with_rule(
     return (*rules, rule)
 
 
-def refuse_other_ways(dag: Dag) -> None:
-    """Refuse regions that were cut into segments for another number of devices than they are
-    placed on."""
-    for chunk, rules in dag.tensor.items():
-        ways = {segment.axis: segment.ways for segment in dag.model.chunks[chunk].segments}
-        for rule in rules:
-            if ways and ways.get(rule.axis, 1) != rule.ways:
-                raise DirectiveError(
-                    f"{region_of(dag, chunk)} was cut for {ways.get(rule.axis, 1)} devices along "
-                    f"{rule.axis} and is placed on {rule.ways}: say the stages of partition, "
-                    "by=[...]"
-                )
-
-
 def _division(node: Node, axis: str, name: str) -> tuple[int, int]:
     mesh = node.mesh
     assert mesh is not None
