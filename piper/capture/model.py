@@ -162,7 +162,7 @@ def capture(
     policy = chosen.remat if remat is None else _policy(remat)
     loss = loss_or_own(loss, targets)
     check_model(model)
-    where = _device(model, device)
+    where = device_of(model, device)
     example = Batch.of(inputs, targets)
     _check(model, loss, targets)
     kind = _precision(precision)
@@ -203,7 +203,7 @@ def trace(
             loss,
             tags or {},
             parts=microbatches,
-            device=_device(model, device),
+            device=device_of(model, device),
             outputs=outputs,
             dtype=_precision(precision).dtype,
         )
@@ -326,7 +326,7 @@ def _policy(name: str) -> RematPolicy:
         raise CaptureError(f"remat={name!r} is unknown; choose one of {names}") from None
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """The device the programs run on: ``device``, else the model's, else (meta) the CPU."""
     if device is not None:
         return _available(device)

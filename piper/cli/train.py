@@ -11,7 +11,7 @@ import typer
 
 from piper.base.arguments import Where
 from piper.base.errors import PiperError
-from piper.base.units import counted, nbytes_of
+from piper.base.units import nbytes_of
 from piper.cli.options import AsJson, Limit, MeshSpec, On, Script, StrategyFile
 from piper.cli.output import Output
 
@@ -57,7 +57,7 @@ def train(
         job = job_in(script)
         with output.doing("compiling"):
             program = job.compile(chosen, memory_limit=limit)
-        with output.doing(f"starting {counted(len(program.devices), 'device')}"):
+        with output.doing("starting the devices"):
             trainer = launch(program, on=on.value)
         with trainer:
             if load is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from piper.base.errors import PiperError
 from piper.capture.code.serialize import program_to_json
 from piper.launch.optimizer_facts import OptimizerFacts, difference, facts_of, places_of, plain
+from piper.program.deferred import Deferred, Outline
 from piper.program.program import Program
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.index import GroupEntry
@@ -29,6 +30,7 @@ Fingerprints = dict[str, str]
 Everyone = Callable[[Any], list[Any]]
 """All-gathers an object over the processes, by rank."""
 _PLANS = "plans"
+_ERROR = "error"
 _CORNER = 16
 """Elements compared along each dimension of a tensor that is read from files."""
 _FIRST = 3
@@ -66,23 +68,36 @@ def fingerprints(program: Program) -> Fingerprints:
 class Agreement:
     """Compares what the processes do, and refuses differences."""
 
-    def __init__(self, everyone: Everyone, *, weights: bool, batches: int) -> None:
-        """Compare the initial weights if ``weights``, and every ``batches``-th batch."""
-        self._everyone = everyone
+    def __init__(self, once: Callable[..., Any], *, weights: bool, batches: int) -> None:
+        """Compare the initial weights if ``weights``, and every ``batches``-th batch. ``once`` is
+        that of a worker group."""
+        self._once = once
         self._weights = weights
-        self._trained = _BatchChecks(batches, everyone)
-        self._evaluated = _BatchChecks(batches, everyone)
+        self._trained = _BatchChecks(batches, self._everyone)
+        self._evaluated = _BatchChecks(batches, self._everyone)
         self._place_of: Mapping[str, int] = {}
 
-    def refuse_other_programs(self, program: Program) -> None:
-        """Refuse processes whose program, optimizer or scheduler differs from rank 0's."""
-        mine = fingerprints(program)
-        by_rank = self._everyone(mine)
-        _refuse_other_parts(by_rank, [part for part in mine if part != _PLANS])
+    def _everyone(self, mine: Any) -> list[Any]:
+        return list(self._once(list, mine))
+
+    def agree_on(self, program: Program) -> None:
+        """Refuse processes whose program, optimizer or scheduler differs from rank 0's. Digests of
+        what was given to compile are compared. Where they differ, or are not known, every process
+        compiles for itself, and what it has compiled is compared. Then all learn the outline of
+        rank 0's program."""
+        given = self._everyone(program.given)
+        by_rank = None
+        if None in given or len(set(given)) > 1:
+            by_rank = self._everyone(_fingerprints_or_error(program))
+            _refuse_other_parts(by_rank, [part for part in by_rank[0] if part != _PLANS])
+        outline = self._once(lambda: Outline.of(program))
+        if isinstance(program, Deferred):
+            program.outlined(outline)
         facts = facts_of(program)
         self._place_of = places_of(facts)
         self._refuse_other_facts(facts)  # before the plans, which state the optimizer's memory
-        _refuse_other_parts(by_rank, [_PLANS])
+        if by_rank is not None:
+            _refuse_other_parts(by_rank, [_PLANS])
 
     def refuse_other_steps(
         self,
@@ -161,9 +176,21 @@ class Agreement:
             )
 
 
+def _fingerprints_or_error(program: Program) -> Fingerprints:
+    try:
+        return fingerprints(program)
+    except PiperError as error:
+        return {_ERROR: str(error)}
+
+
 def _refuse_other_parts(by_rank: Sequence[Fingerprints], parts: Sequence[str]) -> None:
     """Refuse a rank whose program differs from rank 0's in one of these parts."""
     for rank, theirs in enumerate(by_rank):
+        if _ERROR in theirs:
+            raise PiperError(
+                f"rank {rank} has another program than rank 0, which cannot be compiled: "
+                f"{theirs[_ERROR]}"
+            )
         different = [part for part in parts if theirs[part] != by_rank[0][part]]
         if different:
             raise PiperError(

@@ -20,7 +20,6 @@ from piper.launch.device.report import ProfileKind, Report
 from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.device.worker_group import BatchRows, Each, WorkerGroup, answers_of_all, everyone
 from piper.program.program import Program
-from piper.runtime.feeding import rows_read
 from piper.state.checkpoint.slices import Slice
 
 
@@ -28,10 +27,10 @@ def start(group: WorkerGroup, program: Program) -> None:
     """Load the program on the devices of ``group``, with its initial weights."""
     weights, agreement = FirstWeights.of(program), group.agreement
     if agreement is not None:
-        agreement.refuse_other_programs(program)
+        agreement.agree_on(program)
     group.seat(program.devices, program.device)
     job = group.once(lambda: uuid.uuid4().hex)
-    given = job, Each(device_programs(program))
+    given = job, Each(device_programs(program), own=program.training)
     if agreement is None:
         group.call(WorkerDevice.load, *given, weights)
     else:
@@ -40,13 +39,11 @@ def start(group: WorkerGroup, program: Program) -> None:
         agreement.refuse_other_weights(noted)
 
 
-def rows_of(group: WorkerGroup, program: Program) -> list[int] | None:
+def rows_of(group: WorkerGroup) -> list[int] | None:
     """The rows of a batch that the devices of this process read; None for all rows."""
     if group.trainers == 1:
         return None
-    devices = [device for device in group.devices if device in program.devices]
-    read = [rows_read(s.plan_of(d), s.code, d) for s in program.steps for d in devices]
-    return sorted(set().union(*read))
+    return sorted(set().union(*group.call(WorkerDevice.rows_read)))
 
 
 def train(
@@ -58,9 +55,9 @@ def train(
     own_rows: bool = False,
 ) -> Report:
     """Train on one batch. With ``own_rows`` it has only the rows of this process."""
-    rows = rows_of(group, program) if own_rows else None
+    rows = rows_of(group) if own_rows else None
     _refuse_other_steps(group, batch, rows)
-    given = BatchRows(program.training_step, batch, rows)
+    given = BatchRows(program, batch, rows)
     return _told(group, program, group.call(WorkerDevice.step, given, report))
 
 
@@ -69,7 +66,7 @@ def profile(
 ) -> Report:
     """Train on one batch, and measure the step."""
     _refuse_other_steps(group, batch, None)
-    given = BatchRows(program.training_step, batch, None)
+    given = BatchRows(program, batch)
     return Report.joined(answers_of_all(group, group.call(WorkerDevice.profile, given, what)))
 
 
@@ -77,15 +74,15 @@ def evaluate(
     group: WorkerGroup, program: Program, batch: Sequence[Tensor], *, own_rows: bool = False
 ) -> Report:
     """The loss and the outputs of one batch; nothing changes."""
-    rows = rows_of(group, program) if own_rows else None
+    rows = rows_of(group) if own_rows else None
     if group.agreement is not None:
         group.agreement.refuse_other_batches(batch, rows)
-    given = BatchRows(program.evaluation_step, batch, rows)
+    given = BatchRows(program, batch, rows, evaluated=True)
     report = _told(group, program, group.call(WorkerDevice.evaluate, given))
-    if group.trainers == 1 or not any(plan.returned for plan in program.evaluation_step.plans):
+    if group.trainers == 1 or not program.codes[1].outputs:
         return report
-    mine = {device: [x.cpu() for x in row] for device, row in report.returned.items()}
-    return replace(report, returned={d: x for row in everyone(group, mine) for d, x in row.items()})
+    mine = {place: x.cpu() for place, x in report.returned.items()}
+    return replace(report, returned={p: x for row in everyone(group, mine) for p, x in row.items()})
 
 
 def export(group: WorkerGroup, only: frozenset[str] | None = None) -> list[list[Slice]]:

@@ -80,7 +80,7 @@ class Compiled:
     names: StateNames = field(repr=False)
     device: torch.device
     compiler: Compiler
-    computation: Computation | None = field(default=None, repr=False)
+    computation: Computation | None = field(repr=False)
     """The traced computation of the model and the loss; None if an earlier version of Piper, which
     did not keep it, saved the program."""
     again: Callable[[Batch], Compiled] | None = field(default=None, repr=False, compare=False)
@@ -88,6 +88,8 @@ class Compiled:
     model."""
     frozen: frozenset[str] | None = field(default=None, repr=False, compare=False)
     """The parameters that did not require grad; None for a loaded program."""
+    given: str | None = field(default=None, repr=False, compare=False)
+    """A digest of what was compiled, to compare with other processes; None if there are none."""
 
     @cached_property
     def lowered(self) -> Lowered:
@@ -115,7 +117,12 @@ class Compiled:
 
     def with_plans(self, plans: tuple[Plan, ...]) -> Self:
         """This program with other plans of its training step."""
-        return replace(self, training_step=replace(self.training_step, plans=plans))
+        return replace(self, training_step=replace(self.training_step, plans=plans), given=None)
+
+    @property
+    def codes(self) -> tuple[Executables, Executables]:
+        """The code of training and of evaluation."""
+        return self.training_step.code, self.evaluation_step.code
 
     @property
     def models(self) -> Mapping[int, Model]:
@@ -135,7 +142,7 @@ class Compiled:
     @property
     def loss_dtype(self) -> torch.dtype:
         """The dtype of the reported loss: its own, but at least fp32."""
-        code = self.training_step.code
+        code, _ = self.codes
         own = next(iter(code.values.values()))[code.loss].dtype
         return torch.promote_types(own, torch.float32)
 
@@ -165,7 +172,8 @@ class Compiled:
     @cached_property
     def parameters(self) -> Mapping[str, TensorSpec]:
         """The full specs of all parameters that training or evaluation uses."""
-        return {**self.evaluation_step.code.parameters, **self.training_step.code.parameters}
+        training, evaluation = self.codes
+        return {**evaluation.parameters, **training.parameters}
 
     @cached_property
     def trained(self) -> Mapping[str, tuple[int, ...]]:
@@ -175,7 +183,7 @@ class Compiled:
     @cached_property
     def held_names(self) -> frozenset[str]:
         """The parameters and buffers that at least one device holds."""
-        pieces = [piece for step in self.steps for piece in step.code.pieces]
+        pieces = [piece for code in self.codes for piece in code.pieces]
         return frozenset(
             n for p in pieces for n in (*p.parameters, *p.buffers) if not n.startswith(RANK)
         )

@@ -45,6 +45,11 @@ class DeviceProgram:
     """The buffers that this device gives to a checkpoint or a switch: those that no earlier device
     has."""
 
+    @property
+    def steps(self) -> tuple[tuple[Plan, Executables], tuple[Plan, Executables]]:
+        """Plan and executables of training and of evaluation."""
+        return (self.plan, self.code), (self.evaluation_plan, self.evaluation_code)
+
 
 def buffers_of(*steps: tuple[Plan, Executables]) -> dict[str, TensorSpec]:
     """The buffers of the chunks that the plans run."""

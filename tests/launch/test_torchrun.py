@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import piper
+from tests.scripts import one_compiles
 from tests.scripts.cases import ON_FOUR, ON_ONE, ON_TWO, batches, differences, numbers
 from tests.training import shared_captures
 
@@ -97,6 +98,30 @@ def test_a_script_that_compiles_trains_and_fails() -> None:
     assert run.returncode == 1
     assert "instruction" in errors
     assert "ToldToFailError: told to fail" in errors
+
+
+def test_rank_zero_compiles_for_all(tmp_path: Path) -> None:
+    """Steps, evaluations, shapes, a switch, checkpoints: another rank compiles nothing for them.
+    It does when it asks for more, or when rank 0 alone has compiled another program before."""
+    with torchrun(2, "one_compiles.py", tmp_path) as run:
+        pipeline, replicas = one_compiles.programs()
+        with piper.launch(pipeline, shapes=1) as trainer:
+            expected = one_compiles.trained(trainer, replicas, tmp_path / "virtual")
+        _, errors = run.communicate(timeout=LIMIT)
+    assert run.returncode == 0, errors
+    first, second = (torch.load(tmp_path / f"found.{rank}") for rank in (0, 1))
+    for found in (first, second):
+        assert found["losses"] == expected["losses"]
+        for what in ("state", "outputs"):
+            assert found[what].keys() == expected[what].keys()
+            assert all(torch.equal(x, expected[what][name]) for name, x in found[what].items())
+        assert found["text"] == pipeline.text()
+        assert "does not divide over 2 devices" in found["words"].pop("an error")
+        assert "of another model, which has 0.embed.weight" in found["words"].pop("switch")
+        assert not found["words"]
+        assert found["after"]
+    assert first["compiled"] == [True] * 3
+    assert second["compiled"] == [False] * 3
 
 
 def test_a_script_without_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from piper.launch.device.report import ProfileKind, Refusal, Report
 from piper.launch.device.step_graph import refuse_uncapturable
 from piper.launch.state.writing import Writing
 from piper.runtime.comm.protocol import Comm
+from piper.runtime.feeding import rows_read
 from piper.runtime.pending import Pending
 from piper.runtime.streams.stream_jitter import StreamJitter
 from piper.state.checkpoint.index import GroupEntry, Index, Part
@@ -143,6 +144,11 @@ class WorkerDevice:
         return LoadedDevice(
             program, state(where), comm, runners, shaker, tracked=self.links.tracked
         )
+
+    def rows_read(self) -> set[int]:
+        """The numbers of the rows of a batch that this device reads."""
+        program = self.loaded.program
+        return set().union(*(rows_read(*step, self.number) for step in program.steps))
 
     # steps
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.executables import Executables
@@ -18,8 +19,9 @@ _NOTHING = ChunkProgram({}, {})
 
 
 def device_programs(program: Program) -> Callable[[int], DeviceProgram]:
-    """A function from a device of ``program`` to what it gets."""
-    owners = _owners(program)
+    """A function from a device of ``program`` to what it gets. Nothing is read of the program
+    before the first call."""
+    owners = cache(lambda: _owners(program))
     names = tuple(dict.fromkeys(program.names.keys.values()))
 
     def of(device: int) -> DeviceProgram:
@@ -31,7 +33,7 @@ def device_programs(program: Program) -> Callable[[int], DeviceProgram]:
             if any(device in group for group in bucket.groups)
         }
         held = {name for bucket in buckets.values() for name in bucket.parameters}
-        gives = {name for name, owner in owners.items() if owner == device}
+        gives = dict.fromkeys(name for name, owner in owners().items() if owner == device)
         return DeviceProgram(
             device=device,
             devices=program.devices,
@@ -46,7 +48,7 @@ def device_programs(program: Program) -> Callable[[int], DeviceProgram]:
             parameters={name: program.parameters[name] for name in held},
             order=tuple(name for name in names if name in held or name in gives),
             training=program.training,
-            gives=tuple(name for name in owners if name in gives),
+            gives=tuple(gives),
         )
 
     return of

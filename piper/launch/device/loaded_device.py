@@ -18,6 +18,7 @@ from piper.runtime.comm.nccl import Nccl
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.context import Scalars
 from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
+from piper.runtime.feeding import block_of
 from piper.runtime.pending import Pending
 from piper.runtime.streams.recording import recorder_for
 from piper.runtime.streams.stream_jitter import StreamJitter
@@ -114,7 +115,6 @@ class LoadedDevice:
             ready=scalars.ready,
             load=scalars.load,
             outputs=scalars.outputs,
-            returned={self.number: scalars.returned} if scalars.returned else {},
         )
 
     def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
@@ -151,7 +151,12 @@ class LoadedDevice:
         self.executor.at[1] = _EVALUATION
         scalars = yield from self.executor.run(self._evaluation, given)
         self.state.changing = False
-        return self._report(scalars, None)
+        places = [
+            (value, block_of(microbatch, group, self.number))
+            for _, value, microbatch, group in self.program.evaluation_plan.returned
+        ]
+        returned = dict(zip(places, scalars.returned, strict=True))
+        return replace(self._report(scalars, None), returned=returned)
 
     def abandon(self) -> None:
         """Discard a failed step."""

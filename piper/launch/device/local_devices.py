@@ -19,6 +19,7 @@ from piper.launch.device.device import Running, WorkerDevice
 from piper.launch.device.report import ProfileKind, Report
 from piper.launch.device.step_graph import StepGraph
 from piper.launch.device.torch_profiler import profiled
+from piper.launch.device.worker_group import BatchRows, Each
 from piper.runtime.uploads import Uploads
 
 COMPUTING = (WorkerDevice.step, WorkerDevice.profile, WorkerDevice.evaluate)
@@ -35,6 +36,13 @@ class Drive(Protocol):
     def __call__(
         self, devices: Sequence[WorkerDevice], runs: Sequence[Running]
     ) -> list[Report]: ...
+
+
+def _argument(given: Any, device: WorkerDevice) -> Any:
+    """The argument of one device."""
+    if isinstance(given, Each):
+        return given.of(device.number)
+    return given.of_loaded(device.loaded.program) if isinstance(given, BatchRows) else given
 
 
 class LocalDevices:
@@ -57,14 +65,13 @@ class LocalDevices:
         """Whether a step failed while it was changing the state."""
         return any(device.state.changing for device in self.running)
 
-    def call(
-        self, method: Callable[..., Any], arguments_of: Callable[[int], Sequence[Any]]
-    ) -> list[Any]:
+    def call(self, method: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         """The answers of all devices to one call; a step of several devices may be one answer."""
+        given = [[_argument(x, device) for x in arguments] for device in self.devices]
         with self._current():
             if method in COMPUTING:
-                return self._compute(method, arguments_of)
-            answers = [method(one, *arguments_of(one.number)) for one in self.devices]
+                return self._compute(method, given)
+            answers = [method(one, *x) for one, x in zip(self.devices, given, strict=True)]
             if method in _REPLACING:
                 self._graph = self._uploads = None
             return answers
@@ -91,13 +98,9 @@ class LocalDevices:
         on_gpu = bool(self.running) and self._where.type == "cuda"
         return torch.cuda.device(self._where) if on_gpu else nullcontext()
 
-    def _compute(
-        self, method: Callable[..., Any], arguments_of: Callable[[int], Sequence[Any]]
-    ) -> list[Report]:
-        rows, others = [], []
-        for device in self.devices:
-            given, *others = arguments_of(device.number)
-            rows.append(self.uploaded(given))
+    def _compute(self, method: Callable[..., Any], given: Sequence[Sequence[Any]]) -> list[Report]:
+        rows = [self.uploaded(x) for x, *_ in given]
+        others = given[0][1:]
         if self._cuda_graphs and method is WorkerDevice.step:
             return [self._replayed(rows)]
         runs = [method(one, x, *others) for one, x in zip(self.devices, rows, strict=True)]

@@ -41,8 +41,8 @@ class Report:
     """By expert chunk with sorted rows, the number of rows of each expert."""
     outputs: Mapping[int, Tensor] = field(default_factory=dict)
     """By value, the means of the scalars that are reported beside the loss."""
-    returned: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    """By device, its rows of the outputs, in the order of its plan's ``returned``."""
+    returned: Mapping[tuple[int, int], Tensor] = field(default_factory=dict)
+    """By value and row block, the rows of the outputs."""
     measured: Mapping[int, tuple[Measured, ...]] = field(default_factory=dict)
     """By device, the times of its instructions, if requested."""
     kernels: Mapping[int, tuple[Kernel, ...]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Report:
         total, norm = (None if x is None else x.cpu() for x in self.scalars())
         load = {chunk: x.cpu() for chunk, x in self.load.items()}
         outputs = {value: x.cpu() for value, x in self.outputs.items()}
-        returned = {d: [x.cpu() for x in row] for d, row in self.returned.items()}
+        returned = {place: x.cpu() for place, x in self.returned.items()}
         return replace(
             self, total=total, norm=norm, load=load, outputs=outputs, returned=returned, ready=None
         )
@@ -99,7 +99,7 @@ class Report:
             reports[0],
             memory=max(report.memory for report in reports),
             rates=max((report.rates for report in reports), key=len),
-            returned={d: row for report in reports for d, row in report.returned.items()},
+            returned={place: x for report in reports for place, x in report.returned.items()},
             measured={d: row for report in reports for d, row in report.measured.items()},
             kernels={d: row for report in reports for d, row in report.kernels.items()},
             alive={d: one for report in reports for d, one in report.alive.items()},

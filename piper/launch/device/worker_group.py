@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from piper.launch.agreement import Agreement
-from piper.program.compiled import Step
+from piper.program.program import Program
 from piper.runtime.feeding import cut
+from piper.state.device_program import DeviceProgram
 
 T = TypeVar("T")
 
@@ -91,28 +92,32 @@ class OneTrainer:
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """An argument that differs between devices."""
+    """An argument that differs between devices. If several processes have a trainer, all get
+    theirs from rank 0."""
 
     of: Callable[[int], Any]
+    own: Any = None
+    """A part of the argument that every process has itself, so that it is not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The rows of a batch for each device."""
+    """The rows of a batch for each device, in a training step or an evaluation."""
 
-    step: Step
+    program: Program
     batch: Sequence[Tensor]
-    numbers: Sequence[int] | None
+    numbers: Sequence[int] | None = None
     """The numbers of the rows in ``batch``, if it does not have all."""
+    evaluated: bool = False
 
     def of(self, device: int) -> list[Tensor]:
-        plan = self.step.plan_of(device)
-        return cut(plan, self.step.code, device, self.batch, self.numbers)
+        step = self.program.steps[self.evaluated]
+        return cut(step.plan_of(device), step.code, device, self.batch, self.numbers)
 
-
-def argument_of(given: Any, device: int) -> Any:
-    """The argument of one device."""
-    return given.of(device) if isinstance(given, Each | BatchRows) else given
+    def of_loaded(self, program: DeviceProgram) -> list[Tensor]:
+        """The same, in a process that knows this device's part of the program alone."""
+        plan, code = program.steps[self.evaluated]
+        return cut(plan, code, program.device, self.batch, self.numbers)
 
 
 def everyone(group: WorkerGroup, mine: Any) -> list[Any]:

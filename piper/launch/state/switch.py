@@ -52,7 +52,7 @@ def switch(group: WorkerGroup, old: Program, new: Program, allow: frozenset[Chan
     """Continue with ``new``, or refuse it and change nothing."""
     if not isinstance(new, Program):
         raise PiperError(f"switch takes what piper.compile returns, not a {type(new).__name__}")
-    if (why := _difference(old, new, allow)) is not None:
+    if (why := group.once(lambda: _difference(old, new, allow))) is not None:
         raise _refused(why)
     try:
         parts = group.call(WorkerDevice.give)
@@ -79,14 +79,14 @@ def _prepared(
 ) -> dict[int, list[Slice]]:
     """The slices that each device needs from others, with the state of ``new`` allocated."""
     if group.agreement is not None:
-        group.agreement.refuse_other_programs(new)
+        group.agreement.agree_on(new)
     try:
         group.seat({*old.devices, *new.devices}, new.device)
     except PiperError as error:
         raise _refused(str(error)) from None
     of = device_programs(new)
-    programs = Each(lambda device: of(device) if device in new.devices else None)
-    prepared = answers_of_all(group, group.call(WorkerDevice.prepare, programs, index))
+    parts = Each(lambda device: of(device) if device in new.devices else None, new.training)
+    prepared = answers_of_all(group, group.call(WorkerDevice.prepare, parts, index))
     if whys := [why for one in prepared for why in one.refused]:
         raise _refused(whys[0])
     return {one.device: one.requests for one in prepared}

@@ -135,7 +135,7 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
             "pad= fills up a whole batch, and rows=True gives some rows of one: pad the batch "
             "before taking trainer.rows of it"
         )
-    code = program.training_step.code
+    code, _ = program.codes
     totals = code.totals
     if code.count is None and (totals is None or not totals.complete):
         raise PiperError(

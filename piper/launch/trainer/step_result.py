@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -13,7 +13,6 @@ from piper.base.errors import PiperError
 from piper.capture.code.executables import ChunkSignature
 from piper.launch.device.report import Report
 from piper.program.program import Program
-from piper.runtime.feeding import block_of
 
 
 def _module(piece: ChunkSignature) -> str:
@@ -24,16 +23,13 @@ def _module(piece: ChunkSignature) -> str:
     return ".".join(steps[0] for steps in same) or piece.name
 
 
-def _rows(returned: Mapping[int, Sequence[Tensor]], program: Program) -> dict[int, Tensor]:
-    """The outputs with rows, by value, concatenated from the devices' rows."""
-    blocks: dict[int, dict[int, Tensor]] = {}
-    for device, tensors in returned.items():
-        places = program.evaluation_step.plan_of(device).returned
-        for (_, value, microbatch, group), rows in zip(places, tensors, strict=True):
-            number = block_of(microbatch, group, device)
-            blocks.setdefault(value, {})[number] = rows.detach()
+def _rows(returned: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:
+    """The outputs with rows, by value, concatenated from the row blocks."""
+    blocks: dict[int, list[Tensor]] = {}
+    for (value, _), rows in sorted(returned.items(), key=lambda item: item[0]):
+        blocks.setdefault(value, []).append(rows.detach())
     return {
-        value: torch.cat([rows.to(parts[0].device) for _, rows in sorted(parts.items())])
+        value: torch.cat([rows.to(parts[0].device) for rows in parts])
         for value, parts in blocks.items()
     }
 
@@ -97,7 +93,7 @@ class StepResult:
         sums, squares = self._report.scalars()
         if self._program.training.on_nan is None or squares is None:
             return False
-        counted = sums is not None and self._program.training_step.code.count is not None
+        counted = sums is not None and self._program.codes[0].count is not None
         norm = squares.sqrt() / sums[1] if counted and sums is not None else squares.sqrt()
         return not bool(torch.isfinite(norm))
 
@@ -106,7 +102,7 @@ class StepResult:
         """For each expert module whose rows are sorted by expert, the number of rows of each expert
         in the whole batch."""
         self._report.scalars()
-        pieces = self._program.training_step.code.pieces
+        pieces = self._program.codes[0].pieces
         return {_module(pieces[chunk]): load for chunk, load in self._report.load.items()}
 
     @property
@@ -120,9 +116,8 @@ class StepResult:
         tensor its rows in batch order, after an evaluation only. A padded batch has no scalars:
         they would include the padding."""
         self._report.scalars()
-        program = self._program
-        code = program.steps[self._evaluated].code
-        rows = _rows(self._report.returned, program)
+        code = self._program.codes[self._evaluated]
+        rows = _rows(self._report.returned)
         outputs = {}
         for name, value in code.outputs.items():
             if value in rows:
@@ -155,7 +150,7 @@ class StepResult:
             return None, None
         total = sums.to(program.loss_dtype)
         norm = None if squares is None else squares.sqrt()
-        if program.training_step.code.count is None:
+        if program.codes[0].count is None:
             loss = total[0] / program.loss_parts
         else:
             loss = total[0] / sums[1].to(program.loss_dtype)

@@ -113,7 +113,7 @@ class Trainer:
     def rows(self) -> Tensor:
         """The indices of the rows of a global batch that the devices of this process read. Without
         ``torchrun``, all rows."""
-        own = running.rows_of(self._devices, self.program)
+        own = running.rows_of(self._devices)
         with without_modes():
             if own is None:
                 return torch.arange(self.program.example.size)
@@ -438,7 +438,7 @@ class Trainer:
     ) -> list[Tensor]:
         """The input tensors of a step, from a batch or from this process's rows of it."""
         program = self.program
-        code = program.steps[evaluated].code
+        code = program.codes[evaluated]
         if not rows:
             return with_totals(program, code, tensors_of(program, batch))
         tensors = tensors_of_rows(program, self.rows, batch)

@@ -19,7 +19,7 @@ from piper.base.errors import PiperError
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.serialize import program_from_json, program_to_json
 from piper.launch.device.weight_readers import FirstWeights
-from piper.launch.device.worker_group import BatchRows, argument_of
+from piper.launch.device.worker_group import BatchRows, Each
 from piper.launch.workers.custom_ops import define, defining_modules
 from piper.state.device_program import DeviceProgram
 
@@ -27,7 +27,7 @@ from piper.state.device_program import DeviceProgram
 def sendable(given: Any, device: int, folder: Path) -> Any:
     """One device's argument of a call in a form that ``pickle`` sends to its process. Initial
     weights go through a file in ``folder``, once for all devices."""
-    item = argument_of(given, device)
+    item = given.of(device) if isinstance(given, Each | BatchRows) else given
     if isinstance(given, BatchRows):
         return [x.cpu().clone() for x in item]
     if isinstance(item, FirstWeights):
@@ -61,14 +61,23 @@ def _unpacked(modules: tuple[str, ...], script: str | None, content: bytes) -> A
     return cloudpickle.loads(content)
 
 
-def by_value(item: Any) -> bytes:
-    """``item`` for ``cloudpickle.loads`` in another process."""
+def by_value(item: Any, own: Any = None) -> bytes:
+    """``item`` for ``cloudpickle.loads`` in another process; with ``own``, a part of it that every
+    process has itself, for ``received``."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
+    pickler.own = own
     if isinstance(item, DeviceProgram):
         pickler.kind = item.kind
     pickler.dump(item)
     return buffer.getvalue()
+
+
+def received(content: bytes, own: Any = None) -> Any:
+    """The item of ``by_value``, with this process's ``own`` part."""
+    unpickler = _Unpickler(io.BytesIO(content))
+    unpickler.own = own
+    return unpickler.load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -78,6 +87,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     kind = torch.device("cpu")
     """The kind of device that chunks were compiled for."""
+    own: Any = None
+
+    def persistent_id(self, item: Any) -> Any:
+        return "own" if self.own is not None and item is self.own else None
 
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, ChunkProgram) and item.functions:
@@ -87,6 +100,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if getattr(builtins, name, None) is not item and item not in _NAMELESS:
                 return _found, (_home(item, name), name)
         return super().reducer_override(item)
+
+
+class _Unpickler(pickle.Unpickler):
+    own: Any = None
+
+    def persistent_load(self, _: Any) -> Any:
+        return self.own
 
 
 _NAMELESS = (type(None), type(NotImplemented), type(...), *vars(types).values())

@@ -1,9 +1,9 @@
 """This process is one of many that ``torchrun`` started, on one or several machines, and has one
 device.
 
-Every process runs the same script, compiles the same program and passes the same global batch, or
-its own rows of it. Each computes its own part, and all get the same loss. A device gets its part of
-the program from its own process; if one process compiled for all, ``call`` would scatter the parts.
+Every process runs the same script and passes the same global batch, or its own rows of it. Each
+computes its own part, and all get the same loss. Rank 0 compiles, and ``call`` scatters the parts
+of its program.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from piper.launch.device.device import Options, WorkerDevice
 from piper.launch.device.driving import alone
 from piper.launch.device.local_devices import COMPUTING, STARTING, LocalDevices
 from piper.launch.device.report import Refusal
-from piper.launch.device.worker_group import T, argument_of, everyone
+from piper.launch.device.worker_group import Each, T
 from piper.launch.watch.clock import seconds_ahead
 from piper.launch.watch.watchdog import Watchdog
+from piper.launch.workers.pickling import by_value, received
 from piper.launch.workers.process_links import ProcessLinks
 from piper.runtime.comm.protocol import Comm
 from piper.state.device_program import DeviceProgram
@@ -56,18 +57,16 @@ class TorchrunWorkerGroup:
         compares none.
         """
         _refuse_alone()
-        self.agreement = Agreement(
-            lambda mine: everyone(self, mine), weights=check_weights, batches=check_batches
-        )
+        self.agreement = Agreement(self.once, weights=check_weights, batches=check_batches)
         _join(timeout)
         self.rank, self.trainers = dist.get_rank(), dist.get_world_size()
         self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._links = _Links(self.once(lambda: uuid.uuid4().hex), timeout, share_gpus)
         self._options = Options(cuda_graphs, shake)
         self._members: list[int] = []
-        """The device of each rank, in rank order; a rank whose device is not in the program
-        waits."""
-        self._seated = False
+        """The device of each rank, in rank order."""
+        self._seated: set[int] = set()
+        """The devices that a call reaches; the others wait."""
         self.local = LocalDevices([], alone, cuda_graphs=cuda_graphs)
 
     @property
@@ -76,7 +75,7 @@ class TorchrunWorkerGroup:
 
     @property
     def devices(self) -> list[int]:
-        return [self._members[self.rank]] if self._seated else []
+        return [d for d in self._members[self.rank : self.rank + 1] if d in self._seated]
 
     def seat(self, devices: Iterable[int], kind: torch.device) -> None:
         wanted = sorted(devices)
@@ -96,17 +95,16 @@ class TorchrunWorkerGroup:
                     f"there is no process for device {device_number}: torchrun started "
                     f"{len(self._members)}, for devices {self._members}"
                 )
-        self._seated = self._members[self.rank] in wanted
+        self._seated = set(wanted)
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The answer of this process's device, if it is not one that waits."""
         ahead = seconds_ahead(self._objects) if method is WorkerDevice.profile else 0.0
-        if not self._seated:
+        given = [self._from_rank_zero(x) if isinstance(x, Each) else x for x in arguments]
+        if not self.devices:
             return []
         with self._watched(method):
-            answers = self.local.call(
-                method, lambda device: [argument_of(x, device) for x in arguments]
-            )
+            answers = self.local.call(method, given)
             if method is WorkerDevice.profile:
                 answers = [answer.on_host().at_clock(ahead) for answer in answers]
         if method in (WorkerDevice.load, WorkerDevice.take):
@@ -126,6 +124,22 @@ class TorchrunWorkerGroup:
                 self._links.guard.tell(error)
             raise
 
+    def _from_rank_zero(self, given: Each) -> Any:
+        """The argument of this process's device, which rank 0 has made."""
+        parts: list[Any] | None = None
+        if self.rank == 0:
+            try:
+                made = [given.of(d) if d in self._seated else None for d in self._members]
+            except PiperError as error:
+                made = [Refusal(str(error))] * self.trainers
+            parts = [by_value(x, given.own) for x in made]
+        mine: list[Any] = [None]
+        self._together(dist.scatter_object_list, mine, parts, group_src=0)
+        part = received(mine[0], given.own)
+        if isinstance(part, Refusal):
+            raise PiperError(part.why)
+        return part
+
     def once(self, call: Callable[..., T], *mine: Any) -> T:
         first = self.rank == 0
         given = []
@@ -133,16 +147,18 @@ class TorchrunWorkerGroup:
             rows: list[Any] = [None] * self.trainers
             self._together(dist.gather_object, one, rows if first else None, group_dst=0)
             given.append(rows)
-        result: list[Any] = [None]
+        result: Any = None
         if first:
             try:
-                result = [call(*given)]
+                result = call(*given)
             except PiperError as error:
-                result = [Refusal(str(error))]
-        self._together(dist.broadcast_object_list, result, group_src=0)
-        if isinstance(result[0], Refusal):
-            raise PiperError(result[0].why)
-        return cast(T, result[0])
+                result = Refusal(str(error))
+        sent = [by_value(result) if first else None]
+        self._together(dist.broadcast_object_list, sent, group_src=0)
+        result = result if first else received(cast(bytes, sent[0]))
+        if isinstance(result, Refusal):
+            raise PiperError(result.why)
+        return cast(T, result)
 
     def largest(self, number: int) -> int:
         largest = torch.tensor(number, device="cpu")

@@ -13,7 +13,7 @@ from piper.launch.device.device import Options, WorkerDevice
 from piper.launch.device.driving import InTurns
 from piper.launch.device.local_devices import LocalDevices
 from piper.launch.device.next_state import NextState
-from piper.launch.device.worker_group import BatchRows, OneTrainer, argument_of
+from piper.launch.device.worker_group import BatchRows, OneTrainer
 from piper.runtime.comm.loopback import Hub, Loopback
 from piper.state.checkpoint.slices import Slice
 from piper.state.device.resharding import copied
@@ -50,7 +50,7 @@ class VirtualWorkerGroup(OneTrainer):
             replace(x, batch=self.local.uploaded(x.batch)) if isinstance(x, BatchRows) else x
             for x in arguments
         ]
-        return self.local.call(method, lambda device: [argument_of(x, device) for x in given])
+        return self.local.call(method, given)
 
     def close(self, error: BaseException | None = None) -> None:
         self.local.close(abandoned=error is not None)

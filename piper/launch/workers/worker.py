@@ -150,7 +150,7 @@ def _called(local: LocalDevices, monitor: Monitor | None, call: Call) -> Any:
     computes = call.method in COMPUTING
     if computes and monitor is not None:
         monitor.watch(over.is_set)
-    (answer,) = local.call(call.method, lambda _: call.arguments)
+    (answer,) = local.call(call.method, call.arguments)
     if computes:
         answer = answer.on_host()
     over.set()

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from piper.base.arguments import CompilerName, named_arguments
 from piper.base.errors import DirectiveError, PiperError, warn
@@ -25,21 +25,25 @@ from piper.capture.batch import Batch
 from piper.capture.code.codegen import Eager
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss, loss_or_own, refuse_counted
-from piper.capture.model import Captured, check_model
+from piper.capture.model import Captured, check_model, device_of
 from piper.cost.rough_costs import Costs
 from piper.cost.tasks import CostModel
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
 from piper.ir.plan.lowered import Lowered
 from piper.ir.rules import OptimizerCost
+from piper.ir.tensors import TensorSpec
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.lower.waste import LARGE
 from piper.program.chunk_table import letters_of
+from piper.program.compile.digest import digest_of
 from piper.program.compile.mixing_warnings import warn_of_mixing
 from piper.program.compile.placer import Placed, Placer
+from piper.program.compile.rank_zero import JobStore
 from piper.program.compile.traces import Subject, Traces
 from piper.program.compiled import Step, trained_shapes
+from piper.program.deferred import Deferred
 from piper.program.program import Program
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.optimizer_checks import check_factory
@@ -202,6 +206,43 @@ class Capture:
         limit = None if memory_limit is None else nbytes_of("memory_limit", memory_limit)
         self._source.refuse_refrozen(self._frozen)
         how = {"strategy": strategy, "memory_limit": memory_limit, "costs": costs}
+        job = JobStore.of_this_process()
+        if job is None:
+            return self._compiled(strategy, limit, costs, how)
+        known: dict[str, Any] = {
+            "strategy": strategy,
+            "training": self._training,
+            "source": self._source,
+            "names": StateNames.of(self._source),
+            "example": Batch.of(self._subject.inputs, self._subject.targets),
+            "device": device_of(self._subject.model, self._subject.device),
+            "again": partial(self._again, how),
+            "frozen": self._frozen,
+            "given": self._digest(strategy, limit, costs),
+        }
+        here = partial(self._compiled, strategy, limit, costs, how, known["given"])
+        return job.compiled(known["given"], here, partial(Deferred.made, here, **known))
+
+    def _digest(self, strategy: Strategy, limit: int | None, costs: CostModel | None) -> str:
+        """A digest of everything that is compiled. The optimizer is compared otherwise."""
+        it, training = self._subject, self._training
+        batch = Batch.of(it.inputs, it.targets)
+        example = [TensorSpec.of(x) if isinstance(x, Tensor) else x for x in batch.leaves]
+        return digest_of(
+            it.model, it.loss, str(batch.spec), example, device_of(it.model, it.device).type,
+            it.tags, it.compiler, it.remat, it.precision, it.outputs, training.clip_norm,
+            training.seed, training.on_nan, training.default_dtype, str(strategy.to_json()),
+            limit, costs,
+        )  # fmt: skip
+
+    def _compiled(
+        self,
+        strategy: Strategy,
+        limit: int | None,
+        costs: CostModel | None,
+        how: Mapping[str, Any],
+        given: str | None = None,
+    ) -> Program:
         shape = _shape(strategy, self._size)
         with default_dtype(self._training.default_dtype), _no_collection():
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
@@ -253,6 +294,7 @@ class Capture:
             computation=first.computation,
             again=partial(self._again, how),
             frozen=self._frozen,
+            given=given,
         )
         vars(program)["lowered"] = lowered  # fill the cached property: lowering runs once
         _ = program.located  # refuse weight files that do not match, now
