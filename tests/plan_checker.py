@@ -19,7 +19,7 @@ from typing import Any
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.facts import Model
-from piper.ir.dag.values import ExtraRole, Role, Value
+from piper.ir.dag.values import Content, Role, Value
 from piper.ir.ops import Add, Collective, Compute, Copy, Group, Transfer, Update
 from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.plan.instructions import Instruction, MemoryKind, Slot, Verb
@@ -34,7 +34,6 @@ At = tuple[int, int]
 
 COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
 BESIDE = (*COMMUNICATING, Verb.COPY)
-MOVED = (ExtraRole.RECEIVED, ExtraRole.DISPATCHED, ExtraRole.UNCOMBINED)
 HALVES = (Pass.BI, Pass.BW)
 OF_PARAMETERS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
 OF_BACKWARD = (Role.SAVED, Role.SAVED_FOR_BW, Role.BI_SAVED)
@@ -195,7 +194,7 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _OfBucket:
-    role: ExtraRole
+    kind: Content
     bucket: int
     scattered: bool = False
 
@@ -204,7 +203,7 @@ class _OfBucket:
 class _OfAll:
     """A sum over all devices: LOSS, NORM, LOAD or OUTPUT. Its terms are checked when it is made."""
 
-    role: ExtraRole
+    kind: Content
     of: int = 0
     """The chunk whose experts' LOAD it is, or the value of the OUTPUT."""
 
@@ -550,7 +549,7 @@ class _Checker:
         """(class, bucket) pairs that have gathered the updates of the previous step."""
         self.uses: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         """For each class and bucket, the instructions that read its parameters."""
-        self.sums: Counter[ExtraRole] = Counter()
+        self.sums: Counter[Content] = Counter()
         self.normed: list[dict[int, Any]] = [{} for _ in self.plans]
         """For each class, the slots whose norm is taken before the updates, with their contents."""
         self.applied: list[set[int]] = [set() for _ in self.plans]
@@ -624,7 +623,7 @@ class _Checker:
             self._must(content == wanted, at, f"wants {wanted}, s{slot} holds {content}")
         others = [self.slots[c][slot] for slot in x.reads[len(rows) :]]
         whole = [other for other in others if not isinstance(other, _Gradients)]
-        expected = {_OfBucket(ExtraRole.GATHERED, b) for b in gathered}
+        expected = {_OfBucket(Content.PARAMETERS, b) for b in gathered}
         self._must(set(whole) == expected, at, f"wants {expected}, reads {whole}")
         for bucket in renewed:
             self._must((c, bucket) in self.fresh, at, f"uses bucket {bucket} as it was")
@@ -800,7 +799,7 @@ class _Checker:
                     self._must(found.nbytes == nbytes, at, f"has {found} for {content}")
                     return found
                 return Slot(MemoryKind.GRADIENTS, nbytes, nbytes, bucket)
-            case _OfBucket(role=ExtraRole.GATHERED, bucket=bucket):
+            case _OfBucket(kind=Content.PARAMETERS, bucket=bucket):
                 return Slot(MemoryKind.COMMUNICATION, nbytes, nbytes, bucket)
         holder = MemoryKind.COMMUNICATION
         if x.verb in (Verb.COMPUTE, Verb.ADD) and content.form != "uncombined":
@@ -812,10 +811,11 @@ class _Checker:
         self._must(len(slots) == 1, at, f"names {slots}, and not one slot")
         return slots[0]
 
-    def _is(self, at: At, role: ExtraRole, of: int) -> None:
-        """The instruction declares the right role and value."""
+    def _is(self, at: At, content: Content, of: int) -> None:
+        """The instruction declares the right content."""
         x = self.get(at)
-        self._must((x.role, x.of) == (role, of), at, f"is {role} of {of}, says {x.role} of {x.of}")
+        good = (x.content, x.of) == (content, of)
+        self._must(good, at, f"moves {content} of {of}, says {x.content} of {x.of}")
 
     def _transfer(self, together: list[At]) -> None:
         op = self.dag.nodes[self.get(together[0]).node].op
@@ -837,7 +837,7 @@ class _Checker:
         self._must(len(sent) == 1, together[0], f"sends several values: {sent}")
         (come,) = sent
         for at in together:
-            self._is(at, ExtraRole.RECEIVED, self.dag.table.value(come.value)[0].of)
+            self._is(at, Content.VALUE, self.dag.table.value(come.value)[0].of)
             if self.get(at).verb is Verb.RECV:
                 self._write(at, self._one(at, self.get(at).writes), come)
 
@@ -853,11 +853,11 @@ class _Checker:
         elif op.kind is Move.ALL_GATHER:
             for at in together:
                 self._gather(at, op)
-        elif self.get(together[0]).role is ExtraRole.OUTPUT:
+        elif self.get(together[0]).content is Content.OUTPUT:
             self._mean(together, op)
-        elif self.get(together[0]).role in (ExtraRole.LOSS, ExtraRole.NORM):
+        elif self.get(together[0]).content in (Content.LOSS, Content.NORM):
             self._sum_up(together, op)
-        elif self.get(together[0]).role is ExtraRole.LOAD:
+        elif self.get(together[0]).content is Content.LOAD:
             self._load(together, op)
         else:
             self._reduce(together, op)
@@ -875,8 +875,8 @@ class _Checker:
         good = good and len(steps) <= 1 and all(step > 0 for step in steps)
         self._must(good, at, f"dispatches or combines {content}")
         there = content.form != "uncombined"
-        role = ExtraRole.DISPATCHED if there else ExtraRole.UNCOMBINED
-        self._is(at, role, self.dag.table.value(content.value)[0].of)
+        self._must((op.dispatches, op.combines) == (there, not there), at, f"is {op}")
+        self._is(at, Content.VALUE, self.dag.table.value(content.value)[0].of)
         form = "dispatched" if there else "plain"
         made = replace(content, form=form)
         rows = self._rows(content.value, content.parts)
@@ -952,13 +952,13 @@ class _Checker:
         counts = self.dag.model.chunks[chunk].inputs[rows.counts]
         found: Counter[tuple[int, int]] = Counter()
         for at in together:
-            self._is(at, ExtraRole.LOAD, chunk)
+            self._is(at, Content.LOAD, chunk)
             for slot in self.get(at).reads:
                 content = self.slots[at[0]][slot]
                 good = isinstance(content, _Tensor) and content.form == "plain"
                 self._must(good, at, f"sums {content}")
                 found.update((content.value, d) for d in self.plans[at[0]].devices)
-            self._write(at, self._one(at, self.get(at).writes), _OfAll(ExtraRole.LOAD, chunk))
+            self._write(at, self._one(at, self.get(at).writes), _OfAll(Content.LOAD, chunk))
         wanted = Counter(
             (value, d)
             for node in self.dag.nodes
@@ -970,7 +970,7 @@ class _Checker:
             for d in node.devices[:: node.replicas]
         )
         self._must(found == wanted, together[0], f"sums {found}, should sum {wanted}")
-        self.sums[ExtraRole.LOAD] += 1
+        self.sums[Content.LOAD] += 1
 
     def _gather(self, at: At, op: Collective) -> None:
         c, x = at[0], self.get(at)
@@ -983,10 +983,10 @@ class _Checker:
             self.fresh.add((c, bucket))
         else:
             self._must(self._sharded(bucket), at, "gathers what is whole")
-        self._is(at, ExtraRole.GATHERED, bucket)
+        self._is(at, Content.PARAMETERS, bucket)
         for group in op.groups:
             self._must(group in self._blocks(bucket), at, f"is among {group}, who have no copy")
-        self._write(at, target, _OfBucket(ExtraRole.GATHERED, bucket))
+        self._write(at, target, _OfBucket(Content.PARAMETERS, bucket))
 
     def _renewed(self, bucket: int) -> bool:
         """Whether a step begins without the parts of a bucket that other devices updated."""
@@ -1010,11 +1010,12 @@ class _Checker:
 
     def _reduce(self, together: list[At], op: Collective) -> None:
         bucket = self._bucket(together[0])
-        again = self.get(together[0]).role is ExtraRole.SUMMED
+        shards = self.dag.buckets[bucket].rule.zero > 0 and self.dag.buckets[bucket].within > 1
+        again = shards and op.kind is Move.ALL_REDUCE
         local: dict[int, Counter[tuple[int, int]]] = {}
         for at in together:
             c = at[0]
-            self._is(at, ExtraRole.SUMMED if again else ExtraRole.REDUCED, bucket)
+            self._is(at, Content.GRADIENTS, bucket)
             reads = list(self.get(at).reads)
             if reads and self.slots[c][reads[-1]] == _Buffer(bucket):
                 self._check_buffer(at, reads.pop(), reads)
@@ -1070,21 +1071,21 @@ class _Checker:
 
     def _sum_up(self, together: list[At], op: Collective) -> None:
         """The sum of a scalar over all devices: the losses, or the squared gradient norms."""
-        role = self.get(together[0]).role
-        assert role is not None
-        self.sums[role] += 1
+        kind = self.get(together[0]).content
+        assert kind is not None
+        self.sums[kind] += 1
         everyone = op.groups == (tuple(sorted(self.class_of)),)
         good = everyone and op.kind is Move.ALL_REDUCE
         self._must(good, together[0], f"is {op}, not a sum over all devices")
         losses: Counter[tuple[int, int]] = Counter()
         for at in together:
             c = at[0]
-            self._is(at, role, 0)
+            self._is(at, kind, 0)
             contents = {slot: self.slots[c][slot] for slot in self.get(at).reads}
-            wanted_buckets = self._updated(c) if self.clip and role is ExtraRole.NORM else ()
+            wanted_buckets = self._updated(c) if self.clip and kind is Content.NORM else ()
             found = self.get(at).buckets
             self._must(found == wanted_buckets, at, f"is of {found}, not {wanted_buckets}")
-            if role is ExtraRole.LOSS:
+            if kind is Content.LOSS:
                 for content in contents.values():
                     good = isinstance(content, _Tensor) and content.form == "plain"
                     self._must(good, at, f"sums {content}")
@@ -1094,8 +1095,8 @@ class _Checker:
                 self.normed[c] = contents  # _update checks whose norm it is
             else:
                 self._squares(at, list(contents.values()))
-            self._write(at, self._one(at, self.get(at).writes), _OfAll(role))
-        if role is ExtraRole.LOSS:
+            self._write(at, self._one(at, self.get(at).writes), _OfAll(kind))
+        if kind is Content.LOSS:
             wanted = self._losses()
             self._must(losses == wanted, together[0], f"sums {losses}, should sum {wanted}")
 
@@ -1109,7 +1110,7 @@ class _Checker:
         parts = {v: n.parts for n in self.dag.nodes for v in n.writes}
         found: Counter[tuple[int, int]] = Counter()
         for at in together:
-            self._is(at, ExtraRole.OUTPUT, of)
+            self._is(at, Content.OUTPUT, of)
             x, weights = self.get(at), []
             for slot in x.reads:
                 content = self.slots[at[0]][slot]
@@ -1118,10 +1119,10 @@ class _Checker:
                 found.update((content.value, d) for d in self.plans[at[0]].devices)
                 weights.append(1 / (self._microbatches() * parts[content.value]))
             self._must(x.weights == tuple(weights), at, f"weighs by {x.weights}, not {weights}")
-            self._write(at, self._one(at, x.writes), _OfAll(ExtraRole.OUTPUT, of))
+            self._write(at, self._one(at, x.writes), _OfAll(Content.OUTPUT, of))
         wanted = self._made({of})
         self._must(found == wanted, together[0], f"sums {found}, should sum {wanted}")
-        self.sums[ExtraRole.OUTPUT] += 1
+        self.sums[Content.OUTPUT] += 1
 
     def check_returned(self) -> None:
         """Every block of rows of every output with rows is returned once."""
@@ -1145,7 +1146,7 @@ class _Checker:
 
     def _squares(self, at: At, contents: list[Any]) -> None:
         """The norm taken after the updates covers every bucket that the device updated, once."""
-        good = all(isinstance(u, _OfBucket) and u.role is ExtraRole.UPDATED for u in contents)
+        good = all(isinstance(u, _OfBucket) and u.kind is Content.SQUARES for u in contents)
         self._must(good, at, f"sums {contents}")
         found = Counter(u.bucket for u in contents)
         mine = self.plans[at[0]].devices[0]
@@ -1200,9 +1201,9 @@ class _Checker:
         steps = (op.bucket,) if not self.whole else every if op.bucket == every[-1] else ()
         self._must(x.buckets == steps, at, f"steps on {x.buckets}, should on {steps}")
         read = {slot: self.slots[c][slot] for slot in x.reads}
-        scalars = [g.role for g in read.values() if isinstance(g, _OfAll)]
-        wanted = [ExtraRole.LOSS] * (self.dag.model.count is not None)
-        wanted += [ExtraRole.NORM] * self.clip
+        scalars = [g.kind for g in read.values() if isinstance(g, _OfAll)]
+        wanted = [Content.LOSS] * (self.dag.model.count is not None)
+        wanted += [Content.NORM] * self.clip
         self._must(scalars == wanted, at, f"reads {scalars}, must read {wanted}")
         read = {slot: g for slot, g in read.items() if not isinstance(g, _OfAll)}
         contents = list(read.values())
@@ -1225,7 +1226,7 @@ class _Checker:
                     self.updates[p, d] += 1
         self.update_at[c, op.bucket] = at[1]
         target = self._one(at, x.writes)
-        self._write(at, target, _OfBucket(ExtraRole.UPDATED, op.bucket, scattered == {True}))
+        self._write(at, target, _OfBucket(Content.SQUARES, op.bucket, scattered == {True}))
 
     def _own(self, at: At, bucket: int, read: dict[int, Any]) -> list[Any]:
         """The gradients that an update reads for its own bucket. If the optimizer steps once, the
@@ -1288,12 +1289,12 @@ class _Checker:
                         "which uses its parameters"
                     )
         trains = any(held.gradients for held in self.holding.values())
-        once = {ExtraRole.LOSS: 1} | ({ExtraRole.NORM: 1} if trains else {})
+        once = {Content.LOSS: 1} | ({Content.NORM: 1} if trains else {})
         if loads := sum(chunk.sorted_rows is not None for chunk in self.dag.model.chunks):
-            once[ExtraRole.LOAD] = loads
+            once[Content.LOAD] = loads
         values = self.dag.model.values
         if numbers := sum(not values[of].shape for of in self.dag.model.outputs):
-            once[ExtraRole.OUTPUT] = numbers
+            once[Content.OUTPUT] = numbers
         if self.sums != once:
             raise PlanError(f"the scalars are summed {self.sums}")
         for c, seen in enumerate(self.normed):
@@ -1400,7 +1401,7 @@ class _Checker:
             during = held.total()
             for slot in x.frees:
                 live.remove(slot)
-                if x.role in (ExtraRole.LOAD, ExtraRole.OUTPUT) and slot in x.writes:
+                if x.content in (Content.LOAD, Content.OUTPUT) and slot in x.writes:
                     continue  # the caller holds it until the step ends
                 gone = Counter({plan.slots[slot].holder: plan.slots[slot].own})
                 sends = [
@@ -1432,7 +1433,7 @@ class _Checker:
             return
         if x.verb in BESIDE:
             holds = {slot for slot in x.reads if self._sends(c, x, slot)}
-            if x.role in (ExtraRole.LOAD, ExtraRole.OUTPUT):
+            if x.content in (Content.LOAD, Content.OUTPUT):
                 holds.update(x.writes)  # for the caller
             self._agree(c, f"what {x.name} holds", holds, set(x.holds))
         wanted = self._busy(c, x), self._beside(c, x), self._at_end(c, x)
@@ -1440,17 +1441,17 @@ class _Checker:
 
     def _at_end(self, c: int, x: Instruction) -> int:
         """Bytes that a communication needs at its end, to reorder the received rows."""
-        merged = x.role is ExtraRole.UNCOMBINED and _runs(x) > 1
-        if not merged and (x.role is not ExtraRole.DISPATCHED or _by_count(x)):
+        merged = _combines(x) and _runs(x) > 1
+        if not merged and (not _dispatches(x) or _by_count(x)):
             return 0
         extra = self.plans[c].slots[x.writes[0]].nbytes
         return extra + (self._merging(c, x) if merged else 0)
 
     def _sends(self, c: int, x: Instruction, slot: int) -> bool:
         """Whether a communication sends directly from a slot, without a copy."""
-        if x.role is ExtraRole.REDUCED:
+        if x.content is Content.GRADIENTS:
             return self.plans[c].slots[slot].bucket is not None
-        goes = x.verb is Verb.SEND or x.role is ExtraRole.DISPATCHED or _by_count(x)
+        goes = x.verb is Verb.SEND or _dispatches(x) or _by_count(x)
         return goes and not self._copy(x)
 
     def _over(self, plan: Plan) -> dict[int, int]:
@@ -1508,9 +1509,9 @@ class _Checker:
     def _beside(self, c: int, x: Instruction) -> int:
         """Bytes that a communication holds until it ends, beside its slots."""
         kinds = self.plans[c].slots
-        if x.role is ExtraRole.UNCOMBINED and x.verb is Verb.COLLECTIVE and not _by_count(x):
+        if _combines(x) and not _by_count(x):
             return kinds[x.reads[0]].nbytes + self._copy(x)
-        if x.role is ExtraRole.REDUCED:  # the flat bucket, and the gradients to be added
+        if x.content is Content.GRADIENTS:  # the flat bucket, and the gradients to be added
             assert isinstance(x.op, Collective)
             if any(kinds[slot].bucket == x.of for slot in x.reads):
                 return 0
@@ -1522,7 +1523,7 @@ class _Checker:
 
     def _copy(self, x: Instruction) -> int:
         """Bytes of the copy that is sent or received where the tensor itself is not contiguous."""
-        if x.verb not in COMMUNICATING or x.role not in MOVED:
+        if x.content is not Content.VALUE:
             return 0
         node = self.dag.nodes[x.node]
         aside = 0
@@ -1531,7 +1532,7 @@ class _Checker:
             nbytes, _ = self._lies(node.reads[0], source)
             each = nbytes + nbytes // self._counts(x)  # one more, for rows without an expert
             return _most_shared(target, source) * x.op.replicas[1] * each
-        if x.role is ExtraRole.DISPATCHED and _runs(x) > 1:
+        if _dispatches(x) and _runs(x) > 1:
             nbytes, copy = self._lies(node.reads[0], node.parts)
             return copy or nbytes
         if isinstance(x.op, Transfer) and x.op.dim > 0:  # parts that are not contiguous
@@ -1543,14 +1544,15 @@ class _Checker:
                 aside = copy or nbytes
                 if sends:
                     return aside
-        comes = x.verb is Verb.RECV or x.role is ExtraRole.UNCOMBINED
+        comes = x.verb is Verb.RECV or _combines(x)
         value = (node.writes if comes else node.reads)[0]
         parts = 0
         summed = False
         while value >= self.dag.first_extra:
             extra = self.dag.extra[value - self.dag.first_extra]
-            summed = summed or extra.role is ExtraRole.ADDED
-            if extra.role not in (ExtraRole.RECEIVED, ExtraRole.ADDED):
+            made = self.dag.nodes[self.dag.producers[value]].op
+            summed = summed or isinstance(made, Add)
+            if not isinstance(made, Transfer | Add):
                 return 0  # assembled from rows
             parts = parts or extra.parts
             value = extra.of
@@ -1583,7 +1585,7 @@ class _Checker:
         that only the backward reads are gone."""
         if x.verb is Verb.SEND and isinstance(x.op, Transfer) and x.op.counts is not None:
             return 24 * (self._counts(x) + 2)
-        if x.role is ExtraRole.DISPATCHED and _by_count(x) and _runs(x) > 1:
+        if _dispatches(x) and _by_count(x) and _runs(x) > 1:
             return self._merging(c, x)
         if not isinstance(x.op, Compute):
             return 0
@@ -1633,13 +1635,13 @@ class _Checker:
                 return self._value_bytes(value, content.parts)
             case _Gradients(nbytes=nbytes):
                 return nbytes
-            case _OfBucket(role=ExtraRole.GATHERED, bucket=bucket):
+            case _OfBucket(kind=Content.PARAMETERS, bucket=bucket):
                 found = self.dag.buckets[bucket]
                 whole = self._whole(bucket, c) * found.dtype.itemsize
                 return whole if self._sharded(bucket) else 0
-            case _OfAll(role=ExtraRole.LOSS):
+            case _OfAll(kind=Content.LOSS):
                 return 2 * SCALAR
-            case _OfAll(role=ExtraRole.LOAD, of=chunk):
+            case _OfAll(kind=Content.LOAD, of=chunk):
                 found_rows = self.dag.model.chunks[chunk].sorted_rows
                 assert found_rows is not None
                 return found_rows.experts * SCALAR
@@ -1753,6 +1755,14 @@ class _Checker:
     def _sharded(self, bucket: int) -> bool:
         found = self.dag.buckets[bucket]
         return found.rule.zero == 3 and found.within > 1
+
+
+def _dispatches(x: Instruction) -> bool:
+    return isinstance(x.op, Collective) and x.op.dispatches
+
+
+def _combines(x: Instruction) -> bool:
+    return isinstance(x.op, Collective) and x.op.combines
 
 
 def _by_count(x: Instruction) -> bool:

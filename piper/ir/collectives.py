@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 MemberTensors = tuple[Tensor, ...]
 _Number = TypeVar("_Number", float, Fraction)
@@ -43,6 +44,24 @@ class Move(Enum):
     ALL_GATHER = "all_gather"
 
     __hash__ = object.__hash__  # Enum's own is slow
+
+
+Placement = Shard | Replicate | Partial
+ENDS: Mapping[Move, tuple[Placement, Placement]] = {
+    Move.NOTHING: (Replicate(), Replicate()),
+    Move.SELECT: (Replicate(), Shard(0)),
+    Move.REDUCE_SCATTER: (Partial(), Shard(0)),
+    Move.ALL_REDUCE: (Partial(), Replicate()),
+    Move.ALL_TO_ALL: (Shard(0), Shard(0)),
+    Move.ALL_GATHER: (Shard(0), Replicate()),
+}
+"""The placements before and after each move, of tensors whose dimension 0 indexes the parts."""
+_MOVES = {(type(made), type(wanted)): move for move, (made, wanted) in ENDS.items()}
+
+
+def move_between(made: Placement, wanted: Placement) -> Move:
+    """The move from one placement to another."""
+    return _MOVES[type(made), type(wanted)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,24 +11,9 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from piper.ir.collectives import Move
+from piper.ir.collectives import Placement
 from piper.ir.mesh import Mesh
 from piper.ir.rules import Bucket
-
-Placement = Shard | Replicate | Partial
-_MOVES = {
-    (Replicate, Replicate): Move.NOTHING,
-    (Replicate, Shard): Move.SELECT,
-    (Partial, Shard): Move.REDUCE_SCATTER,
-    (Partial, Replicate): Move.ALL_REDUCE,
-    (Shard, Shard): Move.ALL_TO_ALL,
-    (Shard, Replicate): Move.ALL_GATHER,
-}
-
-
-def move_between(made: Placement, wanted: Placement) -> Move:
-    """The move from one placement to another."""
-    return _MOVES[type(made), type(wanted)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piper.ir.collectives import Move
+from torch.distributed.tensor import Shard
+
+from piper.ir.collectives import Move, Placement, move_between
 from piper.ir.passes import Pass
 
 Group = tuple[int, ...]
@@ -51,9 +53,12 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective over all members of a group; several groups may run it side by side."""
+    """Changes the layout of a value over all members of a group; several groups may do it side by
+    side. In redistributed activations, dimension 0 indexes the parts. In the rows of experts,
+    dimension 0 is that of the experts, dimension 1 that of the rows."""
 
-    kind: Move
+    before: Placement
+    after: Placement
     groups: tuple[Group, ...]
     rows: int | None = None
     """Set for an all_to_all by counts, which are known only at run time: the capacity of a device
@@ -67,6 +72,20 @@ class Collective:
     runs: int = 1
     """For rows sorted by expert, or their counts: how many sorted runs a member's rows may consist
     of, because a group of another size sorted them."""
+
+    @property
+    def kind(self) -> Move:
+        return move_between(self.before, self.after)
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether it takes rows to their experts."""
+        return (self.before, self.after) == (Shard(1), Shard(0))
+
+    @property
+    def combines(self) -> bool:
+        """Whether it takes rows back from their experts."""
+        return (self.before, self.after) == (Shard(0), Shard(1))
 
     @property
     def in_turn(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from piper.ir.dag.dag import Dag, Node, Tags
-from piper.ir.dag.values import Extra, ExtraRole
+from piper.ir.dag.values import Extra
 from piper.ir.ops import Group, Op
 
 
@@ -18,9 +18,9 @@ class Rewriter:
         self.nodes = list(dag.nodes)
         self.extra = list(dag.extra)
 
-    def value(self, role: ExtraRole, of: int, parts: int = 1, rows: int | None = None) -> int:
+    def value(self, added: Extra) -> int:
         """Adds a value; returns its number."""
-        self.extra.append(Extra(role, of, parts, rows))
+        self.extra.append(added)
         return self._dag.first_extra + len(self.extra) - 1
 
     def add(

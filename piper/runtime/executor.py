@@ -15,7 +15,7 @@ from torch import Tensor
 from piper.base.errors import CapacityError, InstructionError
 from piper.capture.code.codegen import Runners
 from piper.capture.code.executables import Executables
-from piper.ir.dag.values import ExtraRole
+from piper.ir.dag.values import Content
 from piper.ir.ops import Add, Collective, Compute, Copy, Select, Transfer, Update
 from piper.ir.plan.instructions import COMMUNICATING, Instruction, Verb
 from piper.ir.plan.plan import Plan
@@ -27,10 +27,10 @@ from piper.runtime.instructions.copy_state import copy
 from piper.runtime.instructions.messages import all_to_all, all_to_all_by_counts, receive, send
 from piper.runtime.instructions.redistribution import redistribute, select
 from piper.runtime.instructions.scalars import load, loss, mean, norm
-from piper.runtime.instructions.update import gather, reduce, sum_copies, update
+from piper.runtime.instructions.update import gather, reduce, update
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.streams.recording import Recorder
-from piper.runtime.streams.streams import REPORTED, BoundStreams, Streams
+from piper.runtime.streams.streams import BoundStreams, Streams
 from piper.state.device.device_state import DeviceState
 
 
@@ -174,7 +174,7 @@ def _unreported(ops: Sequence[LoadedInstruction], plan: Plan) -> tuple[LoadedIns
     left_out = {
         pc
         for pc, x in enumerate(plan.instructions)
-        if x.role in REPORTED and set(x.writes).issubset(x.frees)
+        if x.reported and set(x.writes).issubset(x.frees)
     }
     kept = []
     for pc, ends, execute, frees in ops:
@@ -208,26 +208,24 @@ def _load(context: ExecutionContext, x: Instruction) -> BoundInstruction:
 def _collective(context: ExecutionContext, x: Instruction, op: Collective) -> BoundInstruction:
     group = next(group for group in op.groups if context.device in group)
     begin = context.comm.collective(op.kind, x.node, x.stream, group)
-    match x.role:
-        case ExtraRole.DISPATCHED | ExtraRole.UNCOMBINED if op.rows is not None:
+    match x.content:
+        case Content.VALUE if op.rows is not None:
             return all_to_all_by_counts(context, x, op, begin, len(group))
-        case ExtraRole.DISPATCHED | ExtraRole.UNCOMBINED:
+        case Content.VALUE if op.dispatches or op.combines:
             return all_to_all(context, x, op, begin, len(group))
-        case ExtraRole.REDISTRIBUTED:
+        case Content.VALUE:
             return redistribute(context, x, op, begin, len(group))
-        case ExtraRole.REDUCED:
-            return reduce(context, x, begin)
-        case ExtraRole.SUMMED:
-            return sum_copies(context, x, begin)
-        case ExtraRole.GATHERED:
+        case Content.GRADIENTS:
+            return reduce(context, x, op, begin)
+        case Content.PARAMETERS:
             return gather(context, x, begin)
-        case ExtraRole.LOSS:
+        case Content.LOSS:
             return loss(context, x, begin)
-        case ExtraRole.NORM:
+        case Content.NORM:
             return norm(context, x, begin)
-        case ExtraRole.OUTPUT:
+        case Content.OUTPUT:
             return mean(context, x, begin)
-        case ExtraRole.LOAD:
+        case Content.LOAD:
             return load(context, x, begin)
         case _:
-            raise AssertionError(f"a collective cannot make {x.role}")
+            raise AssertionError(f"a collective cannot make {x.content}")

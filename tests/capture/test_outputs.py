@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import piper
 from piper import CaptureError, annotate
 from piper.ir.dag.build import build
+from piper.ir.dag.values import Content
 from piper.ir.plan.lowered import Lowered
 from piper.ir.plan.plan import Plan
 from piper.lower.forwards import lower_forwards
@@ -203,7 +204,7 @@ def mutants(plan: Plan) -> Iterator[Plan]:
         ):
             yield replace(plan, returned=(*before, wrong, *after))
     for pc, x in enumerate(plan.instructions):
-        if x.role is not None and x.role.value == "output" and x.reads:
+        if x.content is Content.OUTPUT and x.reads:
             less = replace(x, reads=x.reads[1:])
             other = replace(x, weights=(1.0,) * len(x.weights))
             for wrong_x in (less, other):

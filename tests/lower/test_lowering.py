@@ -19,7 +19,7 @@ from piper.base.errors import DirectiveError, PiperError
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import name_of
 from piper.ir.dag.facts import Model, ParameterFacts
-from piper.ir.dag.values import ExtraRole
+from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.passes import Pass
 from piper.ir.plan.instructions import Instruction, MemoryKind, Slot, Verb
@@ -233,8 +233,8 @@ def test_the_scalars_are_two_whatever_the_buckets(zero: int, clip: bool) -> None
         clip=clip,
     )
     assert len(found.dag.buckets) == 4
-    roles = [x.role for x in found.plans[0].instructions if x.stream == "scalars"]
-    assert roles == [ExtraRole.LOSS, ExtraRole.NORM]
+    contents = [x.content for x in found.plans[0].instructions if x.stream == "scalars"]
+    assert contents == [Content.LOSS, Content.NORM]
 
 
 def test_a_step_without_updates_has_no_norm() -> None:
@@ -243,8 +243,8 @@ def test_a_step_without_updates_has_no_norm() -> None:
     nodes = tuple(node for node in dag.nodes if node.compute.which is Pass.F)
     found = lower(replace(dag, nodes=nodes), {}, Settings(clip=True))
     check(found.dag, found.plans, found.memory, clip=True)
-    roles = {x.role for x in found.plans[0].instructions}
-    assert roles == {None, ExtraRole.LOSS}
+    contents = {x.content for x in found.plans[0].instructions}
+    assert contents == {None, Content.LOSS}
 
 
 # against the textbook
@@ -252,8 +252,8 @@ def test_a_step_without_updates_has_no_norm() -> None:
 
 def communication(found: Lowered) -> Counter[str]:
     """The collectives of a step, without its two scalars."""
-    roles = Counter(x.role for x in found.plans[0].instructions)
-    assert roles[ExtraRole.LOSS] == roles[ExtraRole.NORM] == 1
+    contents = Counter(x.content for x in found.plans[0].instructions)
+    assert contents[Content.LOSS] == contents[Content.NORM] == 1
     every = Counter(n.op.kind.value for n in found.dag.nodes if isinstance(n.op, Collective))
     return every - Counter(all_reduce=2)
 
@@ -289,7 +289,7 @@ def test_updates_come_in_the_order_of_their_sums() -> None:
     """No update waits behind one whose reduction is still in flight."""
     found = two_devices(0, bucket_mb=SMALL)
     steps = found.plans[0].instructions
-    sums = [x.of for x in steps if x.role is ExtraRole.REDUCED]
+    sums = [x.of for x in steps if x.content is Content.GRADIENTS]
     updates = [x.op.bucket for x in steps if isinstance(x.op, Update)]
     assert updates == sums
 
@@ -686,7 +686,7 @@ def test_a_batch_counts_as_the_group_sees_it() -> None:
 def reduced_bytes(model: Model, devices: int, zero: int) -> int:
     found = lowered(model, place({}, devices=range(devices)), replicate({}, zero=zero))
     (plan,) = found.plans
-    (write,) = {x.writes[0] for x in plan.instructions if x.role is ExtraRole.REDUCED}
+    (write,) = {x.writes[0] for x in plan.instructions if x.content is Content.GRADIENTS}
     return plan.slots[write].nbytes
 
 
@@ -983,7 +983,7 @@ def test_the_checker_sees_two_orders_of_communication() -> None:
     found = published()
     plan, other = found.plans
     rows = list(plan.instructions)
-    last = next(i for i, x in enumerate(rows) if x.role is ExtraRole.LOSS)
+    last = next(i for i, x in enumerate(rows) if x.content is Content.LOSS)
     assert rows[last - 1].verb is Verb.RECV
     moved = {last: last - 1, last - 1: last}
     rows[last - 1], rows[last] = rows[last], rows[last - 1]
@@ -1143,11 +1143,11 @@ def _slips(x: Instruction) -> Iterator[Instruction]:
         yield replace(x, reads=tuple(s for s in x.reads if s != slot))
     yield replace(x, group=(99,))
     yield replace(x, op=Update(99))
-    if x.role is not None:
+    if x.content is not None:
         yield replace(x, of=x.of + 1)
-        for role in ExtraRole:
-            if role is not x.role:
-                yield replace(x, role=role)
+        for content in Content:
+            if content is not x.content:
+                yield replace(x, content=content)
 
 
 @pytest.mark.cases(fast=2)
@@ -1161,7 +1161,7 @@ def test_the_checker_knows_what_experts_made_from_what_came_back() -> None:
     found = published()
     plan = found.plans[0]
     rows = plan.instructions
-    back = next(i for i, x in enumerate(rows) if x.role is ExtraRole.UNCOMBINED)
+    back = next(i for i, x in enumerate(rows) if isinstance(x.op, Collective) and x.op.combines)
     (made,), (came,) = rows[back].reads, rows[back].writes
     after = next(i for i, x in enumerate(rows) if came in x.reads and x.verb is Verb.COMPUTE)
     backward = next(i for i, x in enumerate(rows) if made in x.reads and i > after)

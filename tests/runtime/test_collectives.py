@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piper.ir.collectives import COLLECTIVES, Move
+from piper.ir.collectives import COLLECTIVES, ENDS, Move
 from piper.ir.ops import Collective
 from piper.ir.plan.instructions import Instruction, Verb
 from piper.ir.plan.plan import Plan
@@ -49,7 +49,7 @@ def loopback(kind: Move, members: int) -> list[Comm]:
 
 def gloo(kind: Move, members: int) -> list[Comm]:
     group = tuple(range(members))
-    only = Instruction(Verb.COLLECTIVE, 0, "only", "s", Collective(kind, (group,)))
+    only = Instruction(Verb.COLLECTIVE, 0, "only", "s", Collective(*ENDS[kind], (group,)))
     plan = Plan(group, (only,), (), (), ())
     store, limit = dist.HashStore(), timedelta(seconds=60)
     with ThreadPoolExecutor(members) as pool:  # members wait for each other

@@ -22,7 +22,7 @@ import piper
 from piper import CaptureError, DirectiveError
 from piper.capture.operators.head_tail_attention import head_tail_attention
 from piper.cli.demo.layers import lm_loss
-from piper.ir.dag.values import ExtraRole
+from piper.ir.dag.values import Content
 from piper.ir.ops import Collective
 from piper.models import DenseConfig, DenseTransformer
 from piper.strategies import mesh
@@ -440,7 +440,7 @@ def test_a_layer_gathers_keys_and_values_and_nothing_else() -> None:
     program = compiled(dense(layers=1), CASES["cp2-dp2-zero1"], lm_loss, batches())
     kinds: Counter[str] = Counter()
     for x in program.plans[0].instructions:
-        if x.role is ExtraRole.REDISTRIBUTED and "MB[0]" in x.name:
+        if x.content is Content.VALUE and "MB[0]" in x.name:
             assert isinstance(x.op, Collective)
             kinds[x.op.kind.value] += 1
     assert kinds == Counter(all_gather=2, reduce_scatter=2, all_reduce=1)

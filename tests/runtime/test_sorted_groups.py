@@ -152,8 +152,8 @@ def test_plans_say_what_is_sent() -> None:
     found = lower(apart([0, 1, 2, 3], [0, 1]).apply(build(model)), sizes)
     written = "\n".join(map(str, found.plans))
     rows = next(c.sorted_rows for c in sizes[4].chunks if c.sorted_rows is not None)
-    assert f"0-3/1->0,1/1 dim 0 counts of {rows.rows} rows received" in written
-    assert f"all_to_all 0,1 room for {4 * rows.rows} rows of 2 runs dispatched" in written
+    assert f"0-3/1->0,1/1 dim 0 counts of {rows.rows} rows value" in written
+    assert f"S(1)->S(0) 0,1 room for {4 * rows.rows} rows of 2 runs value" in written
 
 
 @pytest.mark.thorough

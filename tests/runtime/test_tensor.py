@@ -23,7 +23,7 @@ import piper
 from piper import CaptureError, DirectiveError
 from piper.cli.demo.layers import lm_loss
 from piper.ir.collectives import Move
-from piper.ir.dag.values import ExtraRole
+from piper.ir.dag.values import Content
 from piper.ir.ops import Collective
 from piper.models import DenseConfig, DenseTransformer
 from piper.strategies import mesh
@@ -403,8 +403,9 @@ def redistributions(program: piper.Program, region: str) -> Counter[str]:
     microbatch, by kind of collective."""
     found: Counter[str] = Counter()
     for x in program.plans[0].instructions:
-        if x.role is ExtraRole.REDISTRIBUTED and f"{region} MB[0]" in x.name:
-            assert isinstance(x.op, Collective)
+        if not isinstance(x.op, Collective) or x.op.dispatches or x.op.combines:
+            continue
+        if x.content is Content.VALUE and f"{region} MB[0]" in x.name:
             found[x.op.kind.value] += 1
     return found
 

@@ -21,8 +21,7 @@ from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.rewrites.fused_weights import ShardedSections
 from piper.capture.shard.rewrites.routing import Routed, RowRole
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.ir.collectives import Move
-from piper.ir.layouts import Placement, move_between
+from piper.ir.collectives import Move, Placement, move_between
 from piper.ir.shards import AxisPlacement, Redistribution
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from piper.capture.shard.rewrites.fused_weights import SPLITS, ShardedSections, 
 from piper.capture.shard.rewrites.routing import routed
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
-from piper.ir.layouts import Placement
+from piper.ir.collectives import Placement
 
 aten = torch.ops.aten
 SUM, MEAN = Partial(), Partial("avg")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Replicate
 
-from piper.ir.layouts import Placement
+from piper.ir.collectives import Placement
 
 Placements = Placement | tuple["Placements | None", ...]
 """Of one tensor, or of each result of an operation."""

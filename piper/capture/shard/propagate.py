@@ -39,7 +39,7 @@ from piper.capture.shard.rewrites.routing import Routed, UnroutedError, local_ca
 from piper.capture.shard.rewrites.vocab_parallel import on_shards, wanted_target
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
-from piper.ir.layouts import Placement
+from piper.ir.collectives import Placement
 from piper.ir.shards import Draw, Gathered, Redistribution
 
 aten = torch.ops.aten

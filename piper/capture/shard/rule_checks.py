@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.capture.shard.placements import REPLICATED
-from piper.ir.layouts import Placement
+from piper.ir.collectives import Placement
 
 aten = torch.ops.aten
 

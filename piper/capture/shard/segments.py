@@ -31,8 +31,7 @@ from piper.capture.shard.rewrites.fused_weights import ShardedSections
 from piper.capture.shard.rewrites.routing import Routed, RowRole, UnroutedError
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
-from piper.ir.collectives import Move
-from piper.ir.layouts import Placement
+from piper.ir.collectives import Move, Placement
 from piper.ir.shards import AxisPlacement, Draws
 from piper.ir.tensors import TensorSpec
 

@@ -27,7 +27,7 @@ from piper.capture.shard.placements import REPLICATED, Placements
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION, NAMES
 from piper.capture.shard.rule_checks import Numbers, apart, from_the_front
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.ir.layouts import Placement
+from piper.ir.collectives import Placement
 
 
 class Rules:

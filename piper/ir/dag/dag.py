@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from piper.ir.collectives import Move
 from piper.ir.dag.facts import Model
-from piper.ir.dag.values import OF_STEP, Extra, ExtraRole, Role, Value, ValueTable
+from piper.ir.dag.values import Content, Extra, Role, Value, ValueTable
 from piper.ir.mesh import Mesh
 from piper.ir.ops import (
     COMPUTE,
@@ -222,9 +223,7 @@ class Dag:
         return f"{entry}:{self.history[entry].split('(')[0].strip()}"
 
 
-_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.UPDATED, ExtraRole.GATHERED)
-
-
+_MADE_BY = {Transfer: "received", Add: "added", Compute: "uncombined", Update: "updated"}
 _SHORT = {
     Role.BATCH: "x",
     Role.SEED: "seed",
@@ -298,8 +297,8 @@ def _scalar(dag: Dag, node: Node) -> list[str]:
     """The step-wide value (loss, norm, output or load) that a collective makes, if any."""
     if not isinstance(node.op, Collective) or node.writes[0] < dag.first_extra:
         return []
-    role = dag.extra[node.writes[0] - dag.first_extra].role
-    return [role.value] if role in OF_STEP else []
+    content = dag.extra[node.writes[0] - dag.first_extra].content
+    return [content.value] if content.of_step else []
 
 
 def _verb(op: Op) -> str:
@@ -327,15 +326,31 @@ def _groups(groups: tuple[Group, ...]) -> str:
 
 def _value(dag: Dag, number: int) -> str:
     if number >= dag.first_extra:
-        extra = dag.extra[number - dag.first_extra]
-        if extra.role in OF_STEP:
-            return extra.role.value
-        bucket = extra.role in _OF_BUCKETS
-        of = f"bucket{extra.of}" if bucket else _value(dag, extra.of)
-        return f"{extra.role.value}({of})"
+        extra, word = dag.extra[number - dag.first_extra], how_made(dag, number)
+        if extra.content.of_step:
+            return word
+        of = _value(dag, extra.of) if extra.content is Content.VALUE else f"bucket{extra.of}"
+        return f"{word}({of})"
     value, microbatch = dag.table.value(number)
     suffix = f".{microbatch}" if dag.microbatches else ""
     return _unsplit(value) + suffix
+
+
+def how_made(dag: Dag, number: int) -> str:
+    """How a value that lowering added is made, in a word."""
+    extra, op = dag.extra[number - dag.first_extra], dag.nodes[dag.producers[number]].op
+    match extra.content:
+        case _ if not isinstance(op, Collective):
+            return _MADE_BY[type(op)]
+        case Content.VALUE:
+            return "dispatched" if op.dispatches else "redistributed"
+        case Content.GRADIENTS:
+            first = op.kind is Move.REDUCE_SCATTER or dag.buckets[extra.of].level == 0
+            return "reduced" if first else "summed"
+        case Content.PARAMETERS:
+            return "gathered"
+        case content:
+            return content.value
 
 
 def _unsplit(value: Value) -> str:

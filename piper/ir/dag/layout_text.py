@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from piper.ir.collectives import Placement
 from piper.ir.dag.dag import Dag, Node, group_text, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import Role
 from piper.ir.equal_numbers import EqualNumbers
-from piper.ir.layouts import BucketLayouts, Layout, Placement
+from piper.ir.layouts import BucketLayouts, Layout
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Compute, Group
 from piper.ir.rules import ShardRule

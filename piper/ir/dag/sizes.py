@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.facts import Model, PassFacts, Stored
-from piper.ir.dag.values import ExtraRole, Role, Value, parameters_of
+from piper.ir.dag.values import Content, Role, Value, parameters_of
 from piper.ir.ops import Collective, Compute
 from piper.ir.passes import Kind, Ref, RematPolicy
 
@@ -48,10 +49,10 @@ class Sizes:
         if number < self._first_extra:
             return number % self.dag.table.size, self._groups.get(number, 1)
         extra = self.dag.extra[number - self._first_extra]
-        of = extra.of
-        if extra.role in _FORMS:
-            of = self.dag.plain(of) % self.dag.table.size
-        return extra.role, of, extra.parts, extra.rows, self._is_sum(number)
+        if extra.content is not Content.VALUE:
+            return extra.content, extra.of
+        of = self.dag.plain(extra.of) % self.dag.table.size
+        return extra.layout is None, of, extra.parts, extra.rows, extra.summed
 
     def sent(self, number: int) -> int:
         """Bytes of a value in a message: every element, also where expanded rows share memory."""
@@ -81,20 +82,20 @@ class Sizes:
         dag = self.dag
         if number >= self._first_extra:
             extra = dag.extra[number - self._first_extra]
-            match extra.role:
-                case role if role in _FORMS:
+            match extra.content:
+                case Content.VALUE:
                     return self._stored(number).nbytes
-                case ExtraRole.REDUCED | ExtraRole.SUMMED:
+                case Content.GRADIENTS:
                     return self.part(extra.of, 1) * self.dag.buckets[extra.of].gradient.itemsize
-                case ExtraRole.UPDATED | ExtraRole.NORM | ExtraRole.OUTPUT:
+                case Content.SQUARES | Content.NORM | Content.OUTPUT:
                     return _SCALAR
-                case ExtraRole.LOSS:
+                case Content.LOSS:
                     return 2 * _SCALAR
-                case ExtraRole.LOAD:
+                case Content.LOAD:
                     sorted_rows = dag.model.chunks[extra.of].sorted_rows
                     assert sorted_rows is not None
                     return sorted_rows.experts * _SCALAR
-                case ExtraRole.GATHERED:
+                case Content.PARAMETERS:
                     bucket = dag.buckets[extra.of]
                     kept = bucket.level < 3  # the parameters stay whole: nothing is gathered
                     return 0 if kept else self.whole(extra.of) * bucket.dtype.itemsize
@@ -145,30 +146,24 @@ class Sizes:
         """Bytes of a communication on each device: the input of a reduction, the output of a
         gather; for an all_to_all by counts, the bytes if all devices get equally many rows."""
         (made,) = node.writes
-        if made >= self._first_extra:
-            extra = self.dag.extra[made - self._first_extra]
-            bucket = self.dag.buckets[extra.of] if extra.role in _OF_BUCKETS else None
-            if extra.role is ExtraRole.REDUCED and bucket:
-                return self.whole(extra.of) * bucket.gradient.itemsize
-            if extra.role is ExtraRole.GATHERED and bucket:
-                return self.whole(extra.of) * bucket.dtype.itemsize
-            if extra.role is ExtraRole.RECEIVED:
-                return self.sent(made)
-            return self.nbytes(extra.of if _by_count(node) else made)
-        if _by_count(node):
-            return self.nbytes(made)
-        return max(self.nbytes(node.reads[0]), self.nbytes(made))
+        op = node.op if isinstance(node.op, Collective) else None
+        by_count = op is not None and op.rows is not None
+        if made < self._first_extra:
+            return max(self.nbytes(made), 0 if by_count else self.nbytes(node.reads[0]))
+        extra = self.dag.extra[made - self._first_extra]
+        match extra.content:
+            case Content.VALUE:
+                return self.nbytes(extra.of) if by_count else self.sent(made)
+            case Content.PARAMETERS:
+                return self.whole(extra.of) * self.dag.buckets[extra.of].dtype.itemsize
+            case Content.GRADIENTS if op is not None and op.kind is Move.REDUCE_SCATTER:
+                return self.whole(extra.of) * self.dag.buckets[extra.of].gradient.itemsize
+            case _:
+                return self.nbytes(made)
 
     def copied_by(self, node: Node) -> int:
         """Bytes that an Add or a Select reads and writes, two terms at a time."""
         return max(2, 3 * (len(node.reads) - 1)) * self.nbytes(node.writes[0])
-
-    def _is_sum(self, number: int) -> bool:
-        """Whether a value that lowering added is a sum, or a received sum."""
-        extra = self.dag.extra[number - self._first_extra]
-        if extra.role is ExtraRole.RECEIVED and extra.of >= self._first_extra:
-            return self._is_sum(extra.of)
-        return extra.role is ExtraRole.ADDED
 
     def _of_model(self, number: int, group: int) -> int:
         value, _ = self.dag.table.value(number)
@@ -200,12 +195,12 @@ class Sizes:
             extra = self.dag.extra[number - self._first_extra]
             plain, group = self.dag.plain(extra.of), extra.parts
             value, _ = self.dag.table.value(plain)
-            if self._is_sum(number):
+            if extra.summed:
                 return self._lying(value, group).dense
             if extra.rows is not None:
                 rows = self.models.get(group, self.dag.model).values[value.of].shape[0]
                 return Stored(self._lying(value, group).sent // rows * extra.rows)
-            if extra.role is not ExtraRole.RECEIVED:  # assembled from rows: contiguous
+            if extra.layout is not None:  # assembled from parts: contiguous
                 return Stored(self._lying(value, group).sent)
         value, _ = self.dag.table.value(plain)
         if value.role in _TENSORS:
@@ -222,17 +217,4 @@ class Sizes:
         return facts.stored
 
 
-def _by_count(node: Node) -> bool:
-    op = node.op
-    return isinstance(op, Collective) and op.rows is not None
-
-
 _TENSORS = (Role.BATCH, Role.SEED, Role.ACTIVATION, Role.GRADIENT)
-_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.GATHERED)
-_FORMS = (
-    ExtraRole.RECEIVED,
-    ExtraRole.DISPATCHED,
-    ExtraRole.UNCOMBINED,
-    ExtraRole.REDISTRIBUTED,
-    ExtraRole.ADDED,
-)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from piper.ir.collectives import Placement
 from piper.ir.dag.facts import ChunkFacts, Model
 from piper.ir.passes import Kind, Pass, Ref, RematPolicy
 
@@ -37,54 +38,52 @@ class Role(Enum):
     __hash__ = object.__hash__  # Enum's own is slow, and these are looked up millions of times
 
 
-class ExtraRole(Enum):
-    """The role of a value that lowering added."""
+class Content(Enum):
+    """What a value that lowering added contains, or what a communication moves, in any layout."""
 
-    RECEIVED = "received"
-    """A value received by a group other than its producer's."""
-    DISPATCHED = "dispatched"
-    """A value after the all-to-all dispatch: each device has the part of its own experts."""
-    UNCOMBINED = "uncombined"
-    """The experts' output, before the all-to-all combine."""
-    REDISTRIBUTED = "redistributed"
-    """A value in another layout along an axis of its mesh, with its own number in the model; or the
-    same again, for a backward that recomputes."""
-    ADDED = "added"
-    """A partial sum of an activation's gradient; ``of`` is its first term."""
-    REDUCED = "reduced"
-    """The reduced gradients of a bucket: whole, or a device's part."""
-    SUMMED = "summed"
-    """A device's part of a bucket's gradients, summed over all copies of the bucket."""
-    UPDATED = "updated"
+    VALUE = "value"
+    """A value of the model, or a partial sum of its gradient."""
+    GRADIENTS = "gradients"
+    """The summed gradients of a bucket."""
+    PARAMETERS = "parameters"
+    """The whole parameters of a bucket."""
+    SQUARES = "squares"
     """The squared norm of a bucket's gradients, available once the bucket is updated."""
-    GATHERED = "gathered"
-    """The gathered parameters of a sharded bucket."""
     LOSS = "loss"
     """The sum of the losses of the whole batch, and its divisor."""
     NORM = "norm"
     """The squared norm of all gradients."""
     OUTPUT = "output"
-    """The whole-batch mean of a scalar value, ``of``, that is reported beside the loss."""
+    """The whole-batch mean of a scalar value that is reported beside the loss."""
     LOAD = "load"
-    """The number of rows of each expert of a chunk, ``of``, in the whole batch."""
+    """The number of rows of each expert of a chunk in the whole batch."""
 
     __hash__ = object.__hash__  # Enum's own is slow, and these are looked up millions of times
+
+    @property
+    def of_step(self) -> bool:
+        """Whether a step has one such scalar, which it reports."""
+        return self in (Content.LOSS, Content.NORM, Content.OUTPUT, Content.LOAD)
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """A value that lowering added: ``of`` is the value, bucket or chunk it belongs to."""
+    """A value that lowering added."""
 
-    role: ExtraRole
+    content: Content
     of: int
+    """The value that this is a form of, the bucket, the output or the chunk of experts."""
+    layout: Placement | None = None
+    """Its layout along the group of the collective that makes or reads it. None for a form in the
+    layout of its value: received, or added up."""
     parts: int = 1
     """For a form of an activation: the number of devices that shard its rows."""
     rows: int | None = None
     """For experts' rows that arrive by count: the capacity in rows."""
+    summed: bool = False
+    """For a form of a gradient: whether it is a sum of several terms."""
 
 
-OF_STEP = (ExtraRole.LOSS, ExtraRole.NORM, ExtraRole.OUTPUT, ExtraRole.LOAD)
-"""Roles of step-wide values, which are not forms of one value or bucket."""
 GIVEN = (Role.BATCH, Role.SEED)
 _BUNDLES = {
     Kind.SAVED: Role.SAVED,

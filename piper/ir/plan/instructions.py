@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from piper.ir.dag.values import ExtraRole
+from piper.ir.dag.values import Content
 from piper.ir.ops import Group, Op
 
 
@@ -123,10 +123,10 @@ class Instruction:
     stream: str
     op: Op
     """The operation and its devices."""
-    role: ExtraRole | None = None
-    """The role of a communication's output, or, for UNCOMBINED, of its input."""
+    content: Content | None = None
+    """What a communication moves."""
     of: int = 0
-    """The model's value, or the bucket, of a communication or a copy."""
+    """The model's value, the bucket or the chunk of a communication, an update or a copy."""
     group: Group = ()
     """The devices that shard the rows of a computation."""
     reads: tuple[int, ...] = ()
@@ -164,6 +164,11 @@ class Instruction:
     early: int | None = None
     """The computation before which a receive of a small message may be issued already, by a
     transport that receives messages in any order. The others follow the plan's order."""
+
+    @property
+    def reported(self) -> bool:
+        """Whether it is an all-reduce of a scalar that the step reports."""
+        return self.content is not None and self.content.of_step
 
     def issued_at(self, pc: int) -> tuple[int, bool]:
         """Sorts instructions, given their program counters, in the order in which a transport that

@@ -3,12 +3,13 @@
 First the slots, then the slots given when the step begins, the seeds and the slots returned when it
 ends, then one instruction per line:
 
-    9 [pp/send] send 0->1 PP[0]: s9 ->  frees s9 waits 2! 6 holds s9 # 14 0/1->1/1 dim 0 received 5
+    9 [pp/send] send 0->1 PP[0]: s9 ->  frees s9 waits 2! 6 holds s9 # 14 0/1->1/1 dim 0 value 5
 
 This is instruction 9, on stream ``pp/send``. It waits for instruction 6 and completes
 communication 2 (``2!``), then reads slot 9 and frees it, but holds its memory until it ends. It is
 node 14 of the DAG and sends value 5. ``0/1->1/1``: the source and the target, each followed by how
-many adjacent devices hold the same part. A pass is written like ``3F0``: chunk 3, forward,
+many adjacent devices hold the same part. ``S(1)->S(0) 0,1 value 5``: a collective among devices 0
+and 1 that changes the layout of value 5. A pass is written like ``3F0``: chunk 3, forward,
 microbatch 0. ``+s3``: the result is added to slot 3. ``workspace``, ``beside`` and ``ending`` are
 temporary bytes. ``early 7``: the receive may be issued before computation 7.
 """
@@ -17,16 +18,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from piper.base.errors import PiperError
 from piper.base.reading import DTYPES, cut, shown
-from piper.ir.collectives import Move
-from piper.ir.dag.values import ExtraRole
+from piper.ir.collectives import COLLECTIVES, Placement
+from piper.ir.dag.values import Content
 from piper.ir.ops import Add, Collective, Compute, Copy, Group, Op, Select, Transfer, Update
 from piper.ir.passes import Pass
 from piper.ir.plan.instructions import (
@@ -47,6 +49,9 @@ _HEAD = "plan of devices "
 _MOST = 10**6
 """The most numbers that a range may stand for."""
 _DIGITS = 18
+_PLACEMENTS: Mapping[str, Placement] = {
+    str(placement): placement for placement in (Replicate(), Partial(), Shard(0), Shard(1))
+}
 
 
 def text(plan: PlanParts) -> str:
@@ -92,7 +97,7 @@ def _line(x: Instruction) -> str:
         "early": [] if x.early is None else [str(x.early)],
     }
     words = [" ".join([word, *row]) for word, items in more.items() if (row := list(items))]
-    about = "" if x.role is None else f" {x.role.value} {x.of}"
+    about = "" if x.content is None else f" {x.content.value} {x.of}"
     what = f"{x.node} {_op(x.op, x.group, x.ranks)}{about}"
     line = " ".join([f"{name}: {reads} -> {writes}", *words])
     return f"[{_quoted(x.stream, _STREAM)}] {x.verb.value} {line} # {what}"
@@ -110,11 +115,11 @@ def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
         case Transfer(source=source, target=target, dim=dim, replicas=(ours, theirs)):
             counts = "" if op.counts is None else f" counts of {op.counts} rows"
             return f"{_numbers(source)}/{ours}->{_numbers(target)}/{theirs} dim {dim}{counts}"
-        case Collective(kind=kind, groups=groups, rows=rows, runs=runs):
+        case Collective(before=before, after=after, groups=groups, rows=rows, runs=runs):
             counted = ", padded" * op.padded + ", by the host" * op.by_host
             room = "" if rows is None else f" room for {rows} rows{counted}"
             merged = f" of {runs} runs" if runs > 1 else ""
-            return f"{kind.value} {'|'.join(map(_numbers, groups))}{room}{merged}"
+            return f"{before}->{after} {'|'.join(map(_numbers, groups))}{room}{merged}"
         case Update(bucket=bucket):
             return f"bucket {bucket}"
         case Add(value=value, chunk=chunk, microbatch=microbatch):
@@ -172,8 +177,8 @@ _OPS = {
     Verb.SEND: _MESSAGE,
     Verb.RECV: _MESSAGE,
     Verb.COLLECTIVE: re.compile(
-        r"(\w+) (\S+)(?: room for (\d+) rows(, padded)?(, by the host)?)?(?: of (\d+) runs)?"
-        r" (\w+) (\d+)"
+        r"(\S+)->(\S+) (\S+)(?: room for (\d+) rows(, padded)?(, by the host)?)?"
+        r"(?: of (\d+) runs)? (\w+) (\d+)"
     ),
     Verb.UPDATE: re.compile(r"bucket (\d+)"),
     Verb.ADD: re.compile(r"value (\d+) of (\d+)\.(\d+)"),
@@ -251,7 +256,7 @@ def _parsed(line: str) -> Instruction:
     what = _OPS[verb].fullmatch(match["op"])
     if what is None:
         raise ValueError(f"a {verb.value} is not {match['op']!r}")
-    op, role, of, group = _parsed_op(verb, what)
+    op, content, of, group = _parsed_op(verb, what)
     waits = (match["waits"] or "").split()
     return Instruction(
         verb=verb,
@@ -259,7 +264,7 @@ def _parsed(line: str) -> Instruction:
         name=_unquoted(match["name"], _SAID.get(verb, "")),
         stream=_unquoted(match["stream"]),
         op=op,
-        role=role,
+        content=content,
         of=of,
         group=group,
         ranks=_ranks(what.groups()[4]) if verb is Verb.COMPUTE else (),
@@ -280,8 +285,8 @@ def _parsed(line: str) -> Instruction:
     )
 
 
-def _parsed_op(verb: Verb, match: re.Match[str]) -> tuple[Op, ExtraRole | None, int, Group]:
-    """The op, the role of its output, the value or bucket, and the devices that shard the rows."""
+def _parsed_op(verb: Verb, match: re.Match[str]) -> tuple[Op, Content | None, int, Group]:
+    """The op, what it moves, the value or bucket, and the devices that shard the rows."""
     row = match.groups()
     if verb is Verb.COMPUTE:
         return Compute(_int(row[0]), Pass(row[1]), _int(row[2])), None, 0, _range(row[3])
@@ -293,16 +298,19 @@ def _parsed_op(verb: Verb, match: re.Match[str]) -> tuple[Op, ExtraRole | None, 
         return Add(*map(_int, row)), None, 0, ()
     if verb is Verb.SELECT:
         return Select(tuple(map(_range, row[0].split("|")))), None, 0, ()
-    role, of = ExtraRole(row[-2]), _int(row[-1])
+    content, of = Content(row[-2]), _int(row[-1])
     if verb is Verb.COLLECTIVE:
-        groups = tuple(map(_range, row[1].split("|")))
-        room = None if row[2] is None else _int(row[2])
-        padded, by_host, runs = row[3] is not None, row[4] is not None, _int(row[5] or "1")
-        op = Collective(Move(row[0]), groups, room, padded, by_host, runs)
-        return op, role, of, ()
+        before, after = (_PLACEMENTS[written] for written in row[:2])
+        groups = tuple(map(_range, row[2].split("|")))
+        room = None if row[3] is None else _int(row[3])
+        padded, by_host, runs = row[4] is not None, row[5] is not None, _int(row[6] or "1")
+        op = Collective(before, after, groups, room, padded, by_host, runs)
+        if op.kind not in COLLECTIVES:
+            raise ValueError(f"no collective turns {before} into {after}")
+        return op, content, of, ()
     source, ours, target, theirs, dim, rows, *_ = row
     replicas, counts = (_int(ours), _int(theirs)), None if rows is None else _int(rows)
-    return Transfer(_range(source), _range(target), _int(dim), replicas, counts), role, of, ()
+    return Transfer(_range(source), _range(target), _int(dim), replicas, counts), content, of, ()
 
 
 def _ranks(written: str) -> tuple[tuple[str, int], ...]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from piper.base.errors import PiperError
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.values import ExtraRole, Role, parameters_of
+from piper.ir.dag.values import Content, Role, parameters_of
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.ir.plan.plan import Plan
@@ -142,7 +142,7 @@ def _own(dag: Dag, node: Node) -> list[int]:
     """An update's reads of its own bucket: its reduced sums, or else all gradients."""
     assert isinstance(node.op, Update)
     extra = {v: dag.extra[v - dag.first_extra] for v in node.reads if v >= dag.first_extra}
-    sums = [v for v, x in extra.items() if x.role in (ExtraRole.REDUCED, ExtraRole.SUMMED)]
+    sums = [v for v, x in extra.items() if x.content is Content.GRADIENTS]
     own = [v for v in sums if extra[v].of == node.op.bucket]
     return own or [v for v in node.reads if v not in sums]
 
@@ -151,11 +151,7 @@ def _parts(dag: Dag, value: int) -> tuple[int, ...]:
     """The gradients that are summed in a value."""
     if value < dag.first_extra:
         return (value,)
+    if dag.extra[value - dag.first_extra].content is not Content.GRADIENTS:
+        return ()
     reads = dag.nodes[dag.producers[value]].reads
-    match dag.extra[value - dag.first_extra].role:
-        case ExtraRole.REDUCED:
-            return reads
-        case ExtraRole.SUMMED:
-            return tuple(part for read in reads for part in _parts(dag, read))
-        case _:
-            return ()
+    return tuple(part for read in reads for part in _parts(dag, read))

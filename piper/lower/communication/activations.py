@@ -16,19 +16,18 @@ from dataclasses import dataclass, replace
 from torch.distributed.tensor import Shard
 
 from piper.base.errors import DirectiveError
-from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
-from piper.ir.dag.values import ExtraRole, Role
+from piper.ir.dag.values import Content, Extra, Role
 from piper.ir.equal_numbers import EqualNumbers
-from piper.ir.layouts import everywhere
 from piper.ir.ops import Collective, Compute, Group, Transfer, same_group
 from piper.ir.rules import ShardRule
-from piper.lower.communication.redistribute import redistribute
 from piper.lower.communication.sorted_rows import SortedValues
 from piper.lower.rewriter import Rewriter
 
 _MOVED = (Role.ACTIVATION, Role.GRADIENT)
+_BY_ROWS, _BY_EXPERT = Shard(1), Shard(0)
+"""The layouts of rows where they are made, and where their experts are."""
 
 
 def add_activations(dag: Dag, models: Mapping[int, Model], *, gpu: bool = False) -> Dag:
@@ -83,7 +82,8 @@ class _Forms:
         self._dispatched: dict[int, int] = {}
         self._undivided: dict[tuple[int, int], int] = {}
         """By value and chunk, the experts' result before the combine."""
-        self._all_to_alls: dict[tuple[int, int, int, int | None, int], Collective] = {}
+        self._all_to_alls: dict[tuple[object, ...], Collective] = {}
+        self._expert_groups: dict[tuple[int, int, int], tuple[Group, ...]] = {}
 
     def connect(self, number: int) -> None:
         """Make a node read and write values in the layouts that it needs."""
@@ -130,7 +130,7 @@ class _Forms:
             sent = self._sent(reader, rule)
             if sent is None or value == sent.counts:
                 return self._dispatch(node, rule, value, sent.runs if sent else 1)
-            rows = self.out.value(ExtraRole.DISPATCHED, value, node.parts, sent.room)
+            rows = self.out.value(self._by_expert(value, node, sent.room))
             self._dispatched[value] = rows
             self._all_to_all(node, rule, value, rows, sent, sent.room)
         return self._dispatched[value]
@@ -150,15 +150,18 @@ class _Forms:
             return value
         sent = self._sent(maker, rule)
         room, rows = (sent.room, sent.rows) if sent else (None, None)
-        before = self.out.value(ExtraRole.UNCOMBINED, value, node.parts, room)
+        before = self.out.value(self._by_expert(value, node, room))
         self._undivided[value, node.compute.chunk] = before
-        self._all_to_all(node, rule, before, value, sent, rows)
+        self._all_to_all(node, rule, before, value, sent, rows, back=True)
         return before
+
+    def _by_expert(self, value: int, node: Node, room: int | None) -> Extra:
+        return Extra(Content.VALUE, value, _BY_EXPERT, node.parts, room)
 
     def _dispatch(self, node: Node, rule: ShardRule, value: int, runs: int) -> int:
         """Send ``value`` in equal parts to the devices that hold its experts."""
         if value not in self._dispatched:
-            made = self.out.value(ExtraRole.DISPATCHED, value, node.parts)
+            made = self.out.value(self._by_expert(value, node, None))
             self._dispatched[value] = made
             self._all_to_all(node, rule, value, made, runs=runs)
         return self._dispatched[value]
@@ -190,17 +193,21 @@ class _Forms:
         sent: _Sent | None = None,
         room: int | None = None,
         runs: int = 1,
+        *,
+        back: bool = False,
     ) -> None:
         runs = sent.runs if sent else runs
-        key = (self._groups.of(node.devices), rule.ways, rule.stride, room, runs)
+        where = (self._groups.of(node.devices), rule.ways, rule.stride)
+        if where not in self._expert_groups:
+            self._expert_groups[where] = rule.mesh(node.devices).groups("ep")
+        key = (where, room, runs, back)
         if key not in self._all_to_alls:
-            rows = everywhere(rule.mesh(node.devices), Shard(1))
-            alone = Collective(Move.ALL_TO_ALL, tuple((d,) for d in node.devices))
-            (equal,) = redistribute(rows, rows.along(ep=Shard(0))) or (alone,)
+            ends = (_BY_EXPERT, _BY_ROWS) if back else (_BY_ROWS, _BY_EXPERT)
             padded = self._gpu and sent is not None and rule.capacity is None
             by_host = self._gpu and room is not None
-            collective = replace(equal, rows=room, padded=padded, by_host=by_host, runs=runs)
-            self._all_to_alls[key] = collective
+            self._all_to_alls[key] = Collective(
+                *ends, self._expert_groups[where], room, padded, by_host, runs
+            )
         self.out.add(
             self._all_to_alls[key],
             made,
@@ -221,9 +228,11 @@ class _Forms:
                 counts, rows = counted
             elif not by_expert:
                 dim = self._rows_of(value, maker, reader)
+        first = self._dag.first_extra
+        summed = value >= first and self._dag.extra[value - first].summed
         return self.out.add(
             Transfer(made.devices, read.devices, dim, (made.replicas, read.replicas), counts),
-            self.out.value(ExtraRole.RECEIVED, value, read.parts, rows),
+            self.out.value(Extra(Content.VALUE, value, None, read.parts, rows, summed)),
             tags=made.tags,
             devices=tuple(dict.fromkeys((*made.devices, *read.devices))),
             stream=made.sends.stream,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from piper.ir.dag.dag import Dag
-from piper.ir.dag.values import ExtraRole, Role
+from piper.ir.dag.values import Content, Extra, Role
 from piper.ir.ops import Add
 from piper.lower.rewriter import Rewriter
 
@@ -47,7 +47,8 @@ def _sum(dag: Dag, out: Rewriter, value: int, microbatch: int) -> int:
     total = first
     for chunk, terms in zip([*readers][1:], others, strict=True):
         reader = dag.nodes[dag.producers[terms[0]]]
-        before, total = total, out.value(ExtraRole.ADDED, first, reader.parts)
+        added = Extra(Content.VALUE, first, parts=reader.parts, summed=True)
+        before, total = total, out.value(added)
         op = Add(value, chunk, microbatch)
         reads = before, *terms
         out.nodes.append(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 
-from piper.ir.collectives import Move
-from piper.ir.layouts import Layout, move_between
+from piper.ir.collectives import Move, move_between
+from piper.ir.layouts import Layout
 from piper.ir.ops import Collective
 
 _ORDER = [*Move]
@@ -23,13 +23,13 @@ def redistribute(made: Layout, wanted: Layout) -> tuple[Collective, ...]:
     """The collectives that change a value's layout on one mesh, each over all axes that need it."""
     assert made.mesh == wanted.mesh
     axes = [name for name, _ in made.mesh.axes]
-    kinds = [
-        (move_between(before, after), name)
+    steps = [
+        ((before, after), name)
         for name, before, after in zip(axes, made.placements, wanted.placements, strict=True)
         if before != after and made.mesh.size(name) > 1
     ]
-    kinds.sort(key=lambda step: _ORDER.index(step[0]))
+    steps.sort(key=lambda step: _ORDER.index(move_between(*step[0])))
     return tuple(
-        Collective(kind, made.mesh.groups(*(name for _, name in row)))
-        for kind, row in itertools.groupby(kinds, key=lambda step: step[0])
+        Collective(before, after, made.mesh.groups(*(name for _, name in row)))
+        for (before, after), row in itertools.groupby(steps, key=lambda step: step[0])
     )

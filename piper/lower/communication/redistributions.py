@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper.ir.collectives import Move
+from torch.distributed.tensor import Replicate
+
+from piper.ir.collectives import ENDS, Move
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.values import Extra, ExtraRole
+from piper.ir.dag.values import Content, Extra
 from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Collective, Compute, Group, Op, Select
@@ -75,7 +77,7 @@ def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
             gather = nodes[maker]
             if (value, op.chunk) not in again:
                 again[value, op.chunk] = made = dag.first_extra + len(dag.extra) + len(extra)
-                extra.append(Extra(ExtraRole.REDISTRIBUTED, value, node.parts))
+                extra.append(Extra(Content.VALUE, value, Replicate(), node.parts))
                 before = tuple(n for n in dag.predecessors(number) if not _is_forward(dag.nodes[n]))
                 nodes[len(dag.nodes) + len(extra)] = replace(
                     gather,
@@ -116,7 +118,9 @@ class _Ops:
         key = move, number, axis
         if key not in self._known:
             groups = self._groups.setdefault((number, axis), mesh.groups(axis))
-            self._known[key] = Select(groups) if move is Move.SELECT else Collective(move, groups)
+            self._known[key] = (
+                Select(groups) if move is Move.SELECT else Collective(*ENDS[move], groups)
+            )
         return self._known[key]
 
 

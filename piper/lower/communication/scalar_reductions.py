@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper.ir.collectives import Move
+from torch.distributed.tensor import Partial, Replicate
+
 from piper.ir.dag.dag import Dag
-from piper.ir.dag.values import ExtraRole, Role
+from piper.ir.dag.values import Content, Extra, Role
 from piper.ir.ops import Collective, Group, Update
 from piper.lower.rewriter import Rewriter
 
@@ -26,24 +27,24 @@ def add_scalar_reductions(dag: Dag, *, clip: bool) -> Dag:
     out = Rewriter(dag)
     groups = {id(node.devices): node.devices for node in dag.nodes}
     everyone = tuple(sorted({device for group in groups.values() for device in group}))
-    loss = _all_reduce(out, ExtraRole.LOSS, everyone, _losses(dag))
+    loss = _all_reduce(out, Content.LOSS, everyone, _losses(dag))
     updates = [i for i, node in enumerate(dag.nodes) if isinstance(node.op, Update)]
     needed = [loss] if dag.model.count is not None else []
     if clip and updates:
         gradients = [value for i in updates for value in dag.nodes[i].reads]
-        norm = _all_reduce(out, ExtraRole.NORM, everyone, list(dict.fromkeys(gradients)))
+        norm = _all_reduce(out, Content.NORM, everyone, list(dict.fromkeys(gradients)))
         needed.append(norm)
     for i in updates:
         node = dag.nodes[i]
         out.nodes[i] = replace(node, reads=(*node.reads, *needed))
     if not clip and updates:
         done = [value for i in updates for value in dag.nodes[i].writes]
-        _all_reduce(out, ExtraRole.NORM, everyone, done)
+        _all_reduce(out, Content.NORM, everyone, done)
     for output in dag.model.outputs:
         if not dag.model.values[output].shape:
-            _all_reduce(out, ExtraRole.OUTPUT, everyone, _of_each(dag, [output]), of=output)
+            _all_reduce(out, Content.OUTPUT, everyone, _of_each(dag, [output]), of=output)
     for chunk, counts in _counts(dag).items():
-        _all_reduce(out, ExtraRole.LOAD, everyone, counts, of=chunk)
+        _all_reduce(out, Content.LOAD, everyone, counts, of=chunk)
     return out.dag()
 
 
@@ -80,8 +81,8 @@ def _of_each(dag: Dag, wanted: list[int]) -> list[int]:
 
 
 def _all_reduce(
-    out: Rewriter, role: ExtraRole, everyone: Group, reads: list[int], of: int = 0
+    out: Rewriter, content: Content, everyone: Group, reads: list[int], of: int = 0
 ) -> int:
-    op = Collective(Move.ALL_REDUCE, (everyone,))
-    made = out.value(role, of)
+    op = Collective(Partial(), Replicate(), (everyone,))
+    made = out.value(Extra(content, of, op.after))
     return out.add(op, made, devices=everyone, stream=STREAM, reads=reads, made_by=0)

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.sizes import Sizes
-from piper.ir.dag.values import ExtraRole, Role, parameters_of
+from piper.ir.dag.values import Content, Role, parameters_of
 from piper.ir.plan.instructions import MemoryKind, Slot, Verb
 
 LINE = 64
 """Alignment in bytes of gradients that accumulate separately."""
-_REDUCED = ExtraRole.REDUCED
 GRADIENTS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
 
 
@@ -37,10 +36,13 @@ class Accumulation:
         accumulate in one buffer."""
         if verb is Verb.COMPUTE:
             self._times.update(v for v in writes if self._role(v) in GRADIENTS)
-        if verb is not Verb.COLLECTIVE or not reads or self._role(writes[0]) is not _REDUCED:
-            return False
+        if verb is not Verb.COLLECTIVE or not reads or self._role(reads[0]) not in GRADIENTS:
+            return False  # a second reduction reads sums
         (made,) = writes
-        bucket = self._dag.buckets[self._bucket(made)]
+        extra = self._dag.extra[made - self._dag.first_extra]
+        if extra.content is not Content.GRADIENTS:
+            return False  # a norm
+        bucket = self._dag.buckets[extra.of]
         counts = Counter(name for v in reads for name in self.names(v))
         mine = tuple(name for name in bucket.parameters if counts[name])
         if bucket.level > 1 or any(counts[name] > 1 for name in mine):
@@ -93,8 +95,7 @@ class Accumulation:
     def _bucket(self, made: int) -> int:
         return self._dag.extra[made - self._dag.first_extra].of
 
-    def _role(self, value: int) -> Role | ExtraRole:
-        extra = value - self._dag.first_extra
-        if extra >= 0:
-            return self._dag.extra[extra].role
+    def _role(self, value: int) -> Role | None:
+        if value >= self._dag.first_extra:
+            return None
         return self._dag.table.values[value % self._dag.table.size].role

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.values import ExtraRole
+from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Transfer, Update
 from piper.ir.plan.issue_order import IssueOrder
 from piper.ir.plan.rank_classes import RankClasses
@@ -132,7 +132,7 @@ def _eager(dag: Dag, node: Node) -> bool:
             if node.writes[0] < dag.first_extra:
                 return True
             made = dag.extra[node.writes[0] - dag.first_extra]
-            of_state = made.role is ExtraRole.GATHERED
+            of_state = made.content is Content.PARAMETERS
             # below ZeRO-3 the result is the parameters' own memory
             return not of_state or dag.buckets[made.of].level < 3
         case Collective():

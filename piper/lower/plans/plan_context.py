@@ -8,7 +8,7 @@ from functools import cached_property
 
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.sizes import Sizes
-from piper.ir.dag.values import ExtraRole, Role
+from piper.ir.dag.values import Content, Role
 from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
 from piper.ir.passes import Kind, Ref
 from piper.ir.plan.instructions import MemoryKind, Slot, Verb
@@ -25,15 +25,6 @@ _HOLDERS = {
     Role.SAVED_FOR_BW: MemoryKind.SAVED,
     Role.BI_SAVED: MemoryKind.SAVED,
 }
-_EXTRA_HOLDERS = {
-    ExtraRole.REDUCED: MemoryKind.GRADIENTS,
-    ExtraRole.SUMMED: MemoryKind.GRADIENTS,
-    ExtraRole.ADDED: MemoryKind.ACTIVATIONS,
-}
-_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.GATHERED)
-
-_OF_VALUES = (ExtraRole.RECEIVED, ExtraRole.DISPATCHED, ExtraRole.REDISTRIBUTED)
-"""Extra values that instructions refer to by the model value they are a form of."""
 
 
 class Touched:
@@ -76,8 +67,12 @@ class PlanContext:
         holder = MemoryKind.COMMUNICATION
         if value >= self._first_extra:
             extra = self.dag.extra[value - self._first_extra]
-            bucket = extra.of if extra.role in _OF_BUCKETS else None
-            holder = _EXTRA_HOLDERS.get(extra.role, holder)
+            if extra.content in (Content.GRADIENTS, Content.PARAMETERS):
+                bucket = extra.of
+            if extra.content is Content.GRADIENTS:
+                holder = MemoryKind.GRADIENTS
+            elif verb is Verb.ADD:
+                holder = MemoryKind.ACTIVATIONS
         elif verb is Verb.COMPUTE:
             holder = _HOLDERS[self._roles[value % len(self._roles)]]
         return self.held(holder, self.sizes.nbytes(value), bucket)
@@ -124,25 +119,23 @@ class PlanContext:
     def role(self, value: int) -> Role | None:
         return None if value >= self._first_extra else self._roles[value % len(self._roles)]
 
-    def about(self, node: Node) -> tuple[ExtraRole | None, int]:
-        """The role of a communication's result, and the node's model value or bucket."""
+    def about(self, node: Node) -> tuple[Content | None, int]:
+        """What a communication moves, and the node's model value or bucket."""
         if isinstance(node.op, Compute | Add | Select):
             return None, 0
         if isinstance(node.op, Update):
             return None, node.op.bucket
         (written,) = node.writes
-        if written >= self._first_extra:
-            extra = self.dag.extra[written - self._first_extra]
-            if extra.role in _OF_VALUES:
-                return extra.role, self._plain(extra.of)
-            return extra.role, extra.of
-        role = ExtraRole.UNCOMBINED if node.reads[0] >= self._first_extra else None
-        if role is None or self.dag.extra[node.reads[0] - self._first_extra].role is not role:
-            role = ExtraRole.REDISTRIBUTED
-        return role, self._plain(written)
+        content = self.content(written)
+        if content is Content.VALUE:
+            return content, self.dag.table.value(self.dag.plain(written))[0].of
+        return content, self.dag.extra[written - self._first_extra].of
 
-    def _plain(self, value: int) -> int:
-        return self.dag.table.value(self.dag.plain(value))[0].of
+    def content(self, value: int) -> Content:
+        """The content of a value; all values of the model are of one kind."""
+        if value < self._first_extra:
+            return Content.VALUE
+        return self.dag.extra[value - self._first_extra].content
 
 
 def _sums(dag: Dag) -> dict[int, int]:
@@ -176,6 +169,6 @@ def _kind(dag: Dag, value: int) -> object | None:
     """Values of equal kind accumulate: gradients of one chunk, reductions of one bucket."""
     if value >= dag.first_extra:
         extra = dag.extra[value - dag.first_extra]
-        return (extra.role, extra.of) if extra.role is ExtraRole.REDUCED else None
+        return extra if extra.content is Content.GRADIENTS else None
     template = dag.table.value(value)[0]
     return template if template.role in GRADIENTS else None

@@ -13,7 +13,7 @@ from piper.base.errors import DirectiveError
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.sizes import Sizes
-from piper.ir.dag.values import ExtraRole, Role
+from piper.ir.dag.values import Content, Role
 from piper.ir.ops import Add, Collective, Compute, Group, Select, Transfer, Update, same_group
 from piper.ir.plan.instructions import (
     COMMUNICATING,
@@ -70,14 +70,8 @@ _SMALL = 2**16
 before is taken at once. Otherwise the sender is asked only when the message is needed, and the
 device waits for the answer. A larger message would hold memory that the plan does not count, and
 the handshake is a small part of its time."""
-_OF_VALUES = (ExtraRole.DISPATCHED, ExtraRole.UNCOMBINED, ExtraRole.REDISTRIBUTED)
-"""Results of collectives on activations, rather than on buckets or scalars."""
 _Part = tuple[Verb, str, list[int], list[int]]
 """A class's share of a node: verb, stream, values read, values made."""
-
-
-def _sums(node: Node) -> bool:
-    return isinstance(node.op, Collective) and node.op.kind is Move.ALL_REDUCE
 
 
 def _buffer(reduced: int) -> int:
@@ -176,7 +170,7 @@ class _Planner:
             case Compute():
                 reads = [self.same.get(v, v) for v in node.reads]
                 yield Verb.COMPUTE, node.stream, reads, self._leaders(node.writes)
-            case Collective() if self.shared.about(node)[0] in _OF_VALUES:
+            case Collective() if self.shared.about(node)[0] is Content.VALUE:
                 yield Verb.COLLECTIVE, node.stream, [*node.reads], [*node.writes]
             case Collective():
                 reads = self._leaders(self._mine(node.reads, alike=self._alike(node)))
@@ -238,10 +232,10 @@ class _Planner:
     def _alike(self, node: Node) -> bool:
         """Whether a node takes every equal copy of gradients: it sums each copy separately, or
         they are sums already."""
-        role, of = self.shared.about(node)
-        if role is ExtraRole.REDUCED:
+        content, of = self.shared.about(node)
+        if content is Content.GRADIENTS:
             return self.dag.buckets[of].alike > 1
-        return isinstance(node.op, Update) or role is ExtraRole.NORM
+        return isinstance(node.op, Update) or content is Content.NORM
 
     def _mine(self, values: tuple[int, ...], *, alike: bool = False) -> list[int]:
         """The ``values`` that this class makes and contributes: only the first of equal copies,
@@ -293,7 +287,7 @@ class _Planner:
                 if last.verb in COMMUNICATING and last.node != in_turn:
                     brought.append(made[-1])
         before += [self.node_at[b] for b in node.after if b in self.node_at]
-        role, of = self.shared.about(node)
+        content, of = self.shared.about(node)
         read = tuple([slots[v] for v in reads])
         allocates: list[int] = []
         for value in writes:
@@ -313,7 +307,7 @@ class _Planner:
                     name=self.shared.name(number),
                     stream=stream,
                     op=node.op,
-                    role=role,
+                    content=content,
                     of=of,
                     group=self._rows(node) if verb is Verb.COMPUTE else (),
                     reads=read,
@@ -323,9 +317,9 @@ class _Planner:
                     frees=self._frees(reads, writes),
                     waits=waits,
                     ends=tuple([w for w in waits if w in self.under_way]),
-                    buckets=self._buckets(verb, role, of, reads),
+                    buckets=self._buckets(verb, content, of, reads),
                     ranks=self._ranks(node),
-                    weights=self._weights(role, reads),
+                    weights=self._weights(content, reads),
                     early=None if waits else self._early(verb, node, written),
                 )
             )
@@ -368,37 +362,35 @@ class _Planner:
 
     def _in_place(self, node: Node, reads: list[int]) -> bool:
         """Whether a node overwrites its last input with its result."""
-        role, of = self.shared.about(node)
-        if role is ExtraRole.REDUCED and reads and reads[-1] < 0:  # a buffer
-            return not self.shared.sizes.sharded(of)
-        if role is ExtraRole.REDISTRIBUTED and _sums(node):
+        if not isinstance(node.op, Collective) or node.op.kind is not Move.ALL_REDUCE or not reads:
+            return False
+        content, _ = self.shared.about(node)
+        if content is Content.VALUE:
             return reads[0] in self.read_once and self.shared.private(reads[0])
-        return role is ExtraRole.SUMMED and bool(reads)
+        # a buffer, or a sum that is not yet over all copies
+        return content is Content.GRADIENTS and not 0 <= reads[-1] < self.dag.first_extra
 
     def _buckets(
-        self, verb: Verb, role: ExtraRole | None, of: int, reads: list[int]
+        self, verb: Verb, content: Content | None, of: int, reads: list[int]
     ) -> tuple[int, ...]:
         """The buckets that the optimizer steps here, or whose gradients the norm covers."""
         if verb is Verb.UPDATE:
             if not self.shared.optimizer.whole:
                 return (of,)
             return tuple(self.updates) if of == self.updates[-1] else ()
-        if role is not ExtraRole.NORM or self._role(reads) is ExtraRole.UPDATED:
+        if content is not Content.NORM:
             return ()
-        return tuple(self.updates)
+        updated = any(self.shared.content(value) is Content.SQUARES for value in reads)
+        return () if updated else tuple(self.updates)
 
-    def _role(self, values: list[int]) -> ExtraRole | None:
-        first = values[0] - self.dag.first_extra if values else -1
-        return self.dag.extra[first].role if first >= 0 else None
-
-    def _weights(self, role: ExtraRole | None, reads: list[int]) -> tuple[float, ...]:
+    def _weights(self, content: Content | None, reads: list[int]) -> tuple[float, ...]:
         """The weights of the losses among ``reads``. A loss whose rows are sharded over fewer
         devices than others' weighs more, unless losses are sums. Other outputs are averaged."""
-        if role is ExtraRole.OUTPUT:
+        if content is Content.OUTPUT:
             microbatches = self.dag.microbatches[1] if self.dag.microbatches else 1
             makers = [self.dag.nodes[self.dag.producers[v]] for v in reads]
             return tuple(1 / (microbatches * maker.parts) for maker in makers)
-        if role is not ExtraRole.LOSS:
+        if content is not Content.LOSS:
             return ()
         if self.dag.model.count is not None:
             return (1.0,) * (len(reads) // 2)
@@ -452,8 +444,8 @@ class _Planner:
         """Limit on reduce-scatters like this one in progress; 0 if the node is none."""
         if not isinstance(node.op, Collective) or node.op.kind is not Move.REDUCE_SCATTER:
             return 0
-        role, of = self.shared.about(node)
-        if role is not ExtraRole.REDUCED:
+        content, of = self.shared.about(node)
+        if content is not Content.GRADIENTS:
             return 0
         bucket = self.dag.buckets[of]
         return 1 if bucket.level > 1 else _UNDER_WAY

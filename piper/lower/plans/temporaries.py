@@ -10,7 +10,7 @@ from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import PassFacts
 from piper.ir.dag.sizes import Sizes
-from piper.ir.dag.values import ExtraRole
+from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Compute, Transfer, Update
 from piper.ir.overlaps import most_overlaps, scattered
 from piper.ir.plan.instructions import Instruction, MemoryKind, Slot, Verb
@@ -43,11 +43,11 @@ class Temporaries:
             case _:
                 return x
         holds = x.reads
-        if x.role is ExtraRole.REDUCED and not self.apart:
+        if x.content is Content.GRADIENTS and not self.apart:
             holds = tuple(slot for slot in x.reads if self.slots[slot].bucket is not None)
         elif not (sends or self.apart):
             holds = ()
-        if x.role in (ExtraRole.LOAD, ExtraRole.OUTPUT):
+        if x.content in (Content.LOAD, Content.OUTPUT):
             holds = (*holds, *x.writes)  # the caller gets them when the step ends
         if not (workspace or beside or after or holds):
             return x
@@ -70,41 +70,39 @@ class Temporaries:
         """Bytes while it runs, until it ends, and at its end; and whether it sends its input itself
         and not a copy."""
         node, sizes, by_count = self.dag.nodes[x.node], self.sizes, op.rows is not None
-        match x.role:
-            case ExtraRole.REDUCED:
-                return 0, self._reducing(x), 0, False
-            case ExtraRole.REDISTRIBUTED:
-                moves = op.kind is not Move.ALL_REDUCE  # an all-reduce works on a copy
-                copied = sizes.copied(node.reads[0]) if moves else 0
-                copied += sizes.copied(node.writes[0])
-                return 0, copied, 0, moves and copied == 0
-            case ExtraRole.DISPATCHED:
-                rows = self.slots[x.writes[0]].nbytes
-                copied = sizes.copied(node.reads[0])
-                if op.runs > 1:  # merged rows, or counts summed over runs
-                    copied = sizes.sent(node.reads[0]) if by_count else sizes.nbytes(node.writes[0])
-                merging = self._merging(x) if op.runs > 1 and by_count else 0
-                beside = copied + 2 * rows * op.padded  # to send and receive, with row positions
-                return merging, beside, 0 if by_count else rows, copied == 0
-            case ExtraRole.UNCOMBINED:
-                rows, copied = self.slots[x.reads[0]].nbytes, sizes.copied(node.writes[0])
-                after = 0
-                if op.runs > 1:
-                    after = self.slots[x.writes[0]].nbytes + self._merging(x)
-                beside = copied + (2 * rows * op.padded if by_count else rows)
-                return 0, beside, after, by_count and copied == 0
-            case _:
-                return 0, 0, 0, False
+        if x.content is Content.GRADIENTS:
+            return 0, self._reducing(x, op), 0, False
+        if x.content is not Content.VALUE:
+            return 0, 0, 0, False
+        if op.dispatches:
+            rows = self.slots[x.writes[0]].nbytes
+            copied = sizes.copied(node.reads[0])
+            if op.runs > 1:  # merged rows, or counts summed over runs
+                copied = sizes.sent(node.reads[0]) if by_count else sizes.nbytes(node.writes[0])
+            merging = self._merging(x) if op.runs > 1 and by_count else 0
+            beside = copied + 2 * rows * op.padded  # to send and receive, with row positions
+            return merging, beside, 0 if by_count else rows, copied == 0
+        if op.combines:
+            rows, copied = self.slots[x.reads[0]].nbytes, sizes.copied(node.writes[0])
+            after = 0
+            if op.runs > 1:
+                after = self.slots[x.writes[0]].nbytes + self._merging(x)
+            beside = copied + (2 * rows * op.padded if by_count else rows)
+            return 0, beside, after, by_count and copied == 0
+        moves = op.kind is not Move.ALL_REDUCE  # an all-reduce works on a copy
+        copied = sizes.copied(node.reads[0]) if moves else 0
+        copied += sizes.copied(node.writes[0])
+        return 0, copied, 0, moves and copied == 0
 
-    def _reducing(self, x: Instruction) -> int:
+    def _reducing(self, x: Instruction, op: Collective) -> int:
         """Bytes of a bucket's gradients in one buffer, if it is not the result itself, and of the
         sum to be added."""
         there = any(self.slots[slot].bucket == x.of for slot in x.reads)
-        sharded = self.sizes.sharded(x.of)
-        if there or not (x.adds or sharded):
+        scatters = op.kind is Move.REDUCE_SCATTER
+        if there or not (x.adds or scatters):
             return 0
         whole = self.sizes.whole(x.of) * self.dag.buckets[x.of].gradient.itemsize
-        return whole + (sum(self.slots[slot].nbytes for slot in x.adds) if sharded else 0)
+        return whole + (sum(self.slots[slot].nbytes for slot in x.adds) if scatters else 0)
 
     def _merging(self, x: Instruction) -> int:
         """Bytes needed to compute the order in which sorted ranges of rows are merged."""

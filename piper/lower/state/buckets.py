@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Tags
-from piper.ir.dag.values import ExtraRole, Role, Value, parameters_of
+from piper.ir.dag.values import Content, Extra, Role, Value, parameters_of
 from piper.ir.layouts import BucketLayouts
-from piper.ir.ops import COMPUTE, Collective, Compute, Group, Op, Update
+from piper.ir.ops import COMPUTE, Compute, Group, Op, Update
 from piper.ir.passes import Pass
 from piper.ir.rules import Bucket
 from piper.lower.communication.redistribute import redistribute
@@ -130,7 +130,7 @@ def _update(
     def add(
         op: Op,
         reads: Iterable[int],
-        role: ExtraRole,
+        made: Extra,
         *,
         stream: str = rule.reduce_stream,
         devices: Group = everyone,
@@ -140,7 +140,7 @@ def _update(
         """Adds a node for this bucket. Returns the value it makes."""
         return out.add(
             op,
-            out.value(role, index),
+            out.value(made),
             tags=tags,
             devices=devices,
             stream=stream,
@@ -149,24 +149,24 @@ def _update(
             made_by=rule.made_by,
         )
 
-    reduced, role = gradients, ExtraRole.REDUCED
+    reduced = gradients
     layouts = BucketLayouts(bucket)
     for op in redistribute(layouts.gradients, layouts.optimizer):
+        made = Extra(Content.GRADIENTS, index, op.after)
         if op.kind is Move.REDUCE_SCATTER and bucket.level > 1:
             reduced = [
                 add(
-                    Collective(op.kind, part.shard_groups),
+                    replace(op, groups=part.shard_groups),
                     part.gradients,
-                    role,
+                    made,
                     devices=part.devices,
                     tags=part.tags,
                 )
                 for part in _parts(dag, op.groups, everyone, gradients)
             ]
         else:
-            reduced = [add(op, reduced, role)]
-        role = ExtraRole.SUMMED
-    add(Update(index), reduced, ExtraRole.UPDATED, stream=COMPUTE, after=uses)
+            reduced = [add(op, reduced, made)]
+    add(Update(index), reduced, Extra(Content.SQUARES, index), stream=COMPUTE, after=uses)
 
 
 def _gather(out: Rewriter, index: int, bucket: Bucket, uses: list[int]) -> None:
@@ -178,7 +178,7 @@ def _gather(out: Rewriter, index: int, bucket: Bucket, uses: list[int]) -> None:
     (gather,) = redistribute(layouts.optimizer, layouts.in_use)
     whole = out.add(
         gather,
-        out.value(ExtraRole.GATHERED, index),
+        out.value(Extra(Content.PARAMETERS, index, gather.after)),
         devices=_everyone(bucket),
         stream=bucket.rule.gather_stream,
         made_by=bucket.rule.made_by,

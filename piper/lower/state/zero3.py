@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from piper.ir.dag.dag import Dag
-from piper.ir.dag.values import ExtraRole
+from piper.ir.dag.values import Content, Extra
 from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.layouts import BucketLayouts
 from piper.ir.ops import Collective, Compute, Group
@@ -123,7 +123,7 @@ class _Gathers:
             (every,) = redistribute(layouts.at_rest, layouts.in_use)
             members = frozenset(devices)
             mine = tuple(group for group in every.groups if members.issuperset(group))
-            self._known[key] = Collective(every.kind, mine)
+            self._known[key] = replace(every, groups=mine)
         return self._known[key]
 
 
@@ -132,9 +132,10 @@ def _gather(
 ) -> int:
     devices = dag.nodes[number].devices
     rule = dag.buckets[bucket].rule
+    gather = gathers.of(bucket, devices)
     return out.add(
-        gathers.of(bucket, devices),
-        out.value(ExtraRole.GATHERED, bucket),
+        gather,
+        out.value(Extra(Content.PARAMETERS, bucket, gather.after)),
         tags=dag.nodes[number].tags,
         devices=devices,
         stream=rule.gather_stream,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from piper.base.errors import CapacityError
-from piper.ir.dag.values import ExtraRole
 from piper.ir.ops import Collective, Transfer
 from piper.ir.overlaps import most_overlaps, received_by, scattered, sent_by
 from piper.ir.plan.instructions import Instruction
@@ -146,7 +145,7 @@ def all_to_all_by_counts(
     (slot, counts, received), (target,) = x.reads, x.writes
     rows, runs = op.rows, op.runs
     assert rows is not None
-    goes = x.role is ExtraRole.DISPATCHED
+    goes = op.dispatches
     merges = goes and runs > 1
 
     def in_order(mine: Tensor) -> Callable[[Tensor], Tensor]:
@@ -223,7 +222,7 @@ def all_to_all(
     slots, runs = context.slots, op.runs
     store = context.store(x)
     (slot,), (target,) = x.reads, x.writes
-    pack, unpack = dispatch(ways) if x.role is ExtraRole.DISPATCHED else combine(ways)
+    pack, unpack = dispatch(ways) if op.dispatches else combine(ways)
 
     def execute() -> Pending:
         given = slots[slot] if runs == 1 else own_counts(slots[slot], runs).unsqueeze(1)

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from piper.ir.ops import Update
+from piper.ir.collectives import Move
+from piper.ir.ops import Collective, Update
 from piper.ir.plan.instructions import Instruction
 from piper.runtime.comm.protocol import Begin
 from piper.runtime.context import ExecutionContext
@@ -19,7 +20,11 @@ _ROW = 512
 """Elements whose squares are summed in fp32; a longer sum would lose precision."""
 
 
-def reduce(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+def reduce(
+    context: ExecutionContext, x: Instruction, op: Collective, begin: Begin
+) -> BoundInstruction:
+    """Sums a bucket's gradients over all devices; or, of sharded state, over the devices of a copy
+    and then over the copies."""
     slots, where = context.slots, context.where
     store = context.store(x)
     held = context.state.held[x.of]
@@ -28,11 +33,13 @@ def reduce(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInst
     (target,) = x.writes
     buffer = next((s for s in x.reads if context.plan.slots[s].bucket == x.of), None)
     sources = _sources(context, held, x.reads)
-    adds = target in x.adds
+    adds, scatters = target in x.adds, op.kind is Move.REDUCE_SCATTER
 
     def execute() -> Pending:
         if buffer is not None:
             flat = slots[buffer]
+        elif layout.sharded and not scatters:  # this copy saw no microbatch
+            flat = torch.zeros(layout.share, dtype=kind, device=where)
         else:
             flat = layout.buffer(kind, where)
             for name, places in sources:
@@ -41,7 +48,7 @@ def reduce(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInst
                     view.zero_()  # this device computes no gradient for it
                 for first, (slot, i) in enumerate(places):
                     view.add_(slots[slot][i]) if first else view.copy_(slots[slot][i])
-        if layout.sharded:
+        if scatters:
             out = torch.empty(layout.share, dtype=kind, device=where)
             handle = begin(flat, out)
         else:
@@ -52,21 +59,6 @@ def reduce(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInst
             store(slots[target].add_(out) if adds else out)
 
         return Pending(x.name, [handle], finish, keeps=(flat,))
-
-    return execute
-
-
-def sum_copies(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
-    slots, where = context.slots, context.where
-    store = context.store(x)
-    layout = context.state.held[x.of].layout
-
-    def execute() -> Pending:
-        if x.reads:
-            data = slots[x.reads[0]]
-        else:  # this copy saw no microbatch
-            data = torch.zeros(layout.share, dtype=layout.bucket.gradient, device=where)
-        return Pending(x.name, [begin(data)], partial(store, data))
 
     return execute
 

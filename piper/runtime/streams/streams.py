@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError
-from piper.ir.dag.values import OF_STEP, ExtraRole
+from piper.ir.dag.values import Content
 from piper.ir.plan.instructions import COMMUNICATING, Verb, plain_stream
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import StreamRule
@@ -32,7 +32,6 @@ from piper.runtime.streams.progress import Progress
 from piper.runtime.streams.sm_shares import Shares
 from piper.runtime.streams.stream_jitter import StreamJitter
 
-REPORTED = OF_STEP
 Free = Callable[[int], None]
 """Frees a slot."""
 
@@ -301,14 +300,14 @@ def _gathered(plan: Plan) -> dict[int, str]:
     return {
         slot: x.stream
         for x in plan.instructions
-        if x.role is ExtraRole.GATHERED
+        if x.content is Content.PARAMETERS
         for slot in x.writes
     }
 
 
 def _reporting(plan: Plan) -> frozenset[str]:
     """The streams that only all-reduce the step's scalars."""
-    others = {x.stream for x in plan.instructions if x.role not in REPORTED}
+    others = {x.stream for x in plan.instructions if not x.reported}
     return frozenset(x.stream for x in plan.instructions) - others
 
 

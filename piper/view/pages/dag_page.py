@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from piper.base.errors import PiperError
-from piper.ir.dag.dag import Dag, Node, group_text, name_of
+from piper.ir.dag.dag import Dag, Node, group_text, how_made, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.layout_text import layout_lines
 from piper.ir.dag.sizes import Sizes
-from piper.ir.dag.values import OF_STEP, ExtraRole, Role, Value
+from piper.ir.dag.values import Content, Role, Value
 from piper.ir.ops import Add, Collective, Compute, Copy, Op, Select, Transfer, Update
 from piper.ir.passes import Pass
 from piper.ir.rules import Rest, Sms
@@ -30,7 +30,6 @@ _SCRIPTS = (
     "dag_panel.js",
     "dag.js",
 )
-_OF_BUCKETS = (ExtraRole.REDUCED, ExtraRole.SUMMED, ExtraRole.UPDATED, ExtraRole.GATHERED)
 _OF_VALUES = (Role.BATCH, Role.ACTIVATION, Role.GRADIENT)
 
 
@@ -207,7 +206,7 @@ def _sms(sms: Sms | None) -> str:
 
 def _values(dag: Dag, sizes: Sizes) -> dict[str, Any]:
     """The values of one microbatch, with a description and the bytes on a device; and the values
-    that lowering added, with their role and origin."""
+    that lowering added, with their making and origin."""
     first = dag.first_extra
     lies: dict[int, str] = {}
     for line in layout_lines(replace(dag, buckets=()), sizes.models):
@@ -221,12 +220,12 @@ def _values(dag: Dag, sizes: Sizes) -> dict[str, Any]:
         "first": first,
         "extra": [
             [
-                extra.role.value,
-                -1 if extra.role in OF_STEP else extra.of,
-                int(extra.role in _OF_BUCKETS),
-                sizes.nbytes(first + i),
+                how_made(dag, number),
+                -1 if extra.content.of_step else extra.of,
+                int(extra.content is not Content.VALUE),
+                sizes.nbytes(number),
             ]
-            for i, extra in enumerate(dag.extra)
+            for number, extra in enumerate(dag.extra, first)
         ],
     }
 

@@ -21,7 +21,7 @@ from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION, arguments
 from piper.capture.shard.rewrites.vocab_parallel import Emitter, Rewrite
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.ir.layouts import Placement
+from piper.ir.collectives import Placement
 
 _SEQUENCE = Shard(2)
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.rewrites.flattening import VIEWS
 from piper.capture.shard.rewrites.vocab_parallel import Emitter, Rewrite
-from piper.ir.layouts import Placement
+from piper.ir.collectives import Placement
 
 aten = torch.ops.aten
 _EACH_HEAD = (

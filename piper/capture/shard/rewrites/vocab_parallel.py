@@ -20,7 +20,7 @@ from piper.capture.shard.local_graph import LocalLayout
 from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.rewrites.fused_weights import ShardedSections
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.ir.layouts import Placement
+from piper.ir.collectives import Placement
 
 aten = torch.ops.aten
 
