@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
 from piper.capture.blame import operation_text
-from piper.capture.chunk.chunks import Body
+from piper.capture.chunk.chunks import Body, Chunk
 from piper.capture.chunk.donation import private_results
 from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.split_passes import Passes
 from piper.capture.code.chunk_program import ChunkProgram, Function
+from piper.capture.code.executables import ChunkSignature, parameter_specs
 from piper.capture.graphs import base_of, returned, workspace
 from piper.capture.model import Captured
 from piper.ir.dag.facts import (
@@ -25,6 +28,7 @@ from piper.ir.dag.facts import (
     Variant,
 )
 from piper.ir.passes import Kind, Pass, Ref, RematPolicy, bundled
+from piper.ir.tensors import TensorSpec
 
 
 class Known:
@@ -69,18 +73,7 @@ def facts_of(
         ChunkFacts(
             index=chunk.index,
             tags={region.name: region.index for region in chunk.tags},
-            parameters=chunk.parameters,
-            inputs=chunk.inputs,
-            outputs=chunk.outputs,
             variants={policy: known.variant(captured, joint, policy) for policy in chosen},
-            changes=chunk.updates,
-            buffers=chunk.buffers,
-            random=program.functions[Pass.F].random,
-            detached=tuple(
-                name
-                for i, name in enumerate(chunk.parameters)
-                if Ref(Kind.PARAMETER_GRAD, i) not in program.specs
-            ),
             gradients=tuple(
                 (ref, stored)
                 for ref, spec in program.specs.items()
@@ -92,34 +85,72 @@ def facts_of(
             sorted_rows=sorted_rows(chunk.body),
             products=_products(chunk.body),
             gathered=chunk.gathered,
+            **of_signature(chunk, program),
         )
         for chunk, joint, program in zip(captured.chunks, joints, captured.programs, strict=True)
     )
-    parameters: dict[str, ParameterFacts] = {}
-    buffers: dict[str, int] = {}
-    for chunk, program in zip(captured.chunks, captured.programs, strict=True):
-        for i, name in enumerate(chunk.parameters):
-            spec = captured.whole.get(name) or program.specs[Ref(Kind.PARAMETER, i)]
-            trained = Ref(Kind.PARAMETER_GRAD, i) in program.specs
-            trained |= name in parameters and parameters[name].trained
-            kept = captured.master or spec.dtype
-            parameters[name] = ParameterFacts(spec.shape, spec.nbytes, trained, spec.dtype, kept)
-        for i, name in enumerate(chunk.buffers):
-            buffers[name] = program.specs[Ref(Kind.BUFFER, i)].nbytes
     size = captured.example.size
     cut = captured.cut
     return Model(
         chunks=chunks,
         values=values,
-        parameters=parameters,
         loss=cut.loss,
         batch=size,
         remat=remat,
         count=cut.count,
-        buffers=buffers,
         outputs=cut.outputs,
         declared=captured.declared,
+        **of_state(
+            list(zip(captured.chunks, captured.programs, strict=True)),
+            parameter_specs(captured),
+            captured.master,
+        ),
     )
+
+
+def of_signature(piece: Chunk | ChunkSignature, program: ChunkProgram) -> dict[str, Any]:
+    """The facts of a chunk that its executables show."""
+    return {
+        "parameters": piece.parameters,
+        "inputs": piece.inputs,
+        "outputs": piece.outputs,
+        "changes": piece.updates,
+        "buffers": piece.buffers,
+        "random": program.functions[Pass.F].random,
+        "detached": tuple(
+            name
+            for i, name in enumerate(piece.parameters)
+            if Ref(Kind.PARAMETER_GRAD, i) not in program.specs
+        ),
+    }
+
+
+def of_state(
+    code: Sequence[tuple[Chunk | ChunkSignature, ChunkProgram]],
+    specs: Mapping[str, TensorSpec],
+    master: torch.dtype | None,
+) -> dict[str, Any]:
+    """The facts of parameters and buffers that the executables of all chunks show. ``specs`` are
+    those of whole parameters."""
+    trained = {
+        piece.parameters[ref.index]
+        for piece, program in code
+        for ref in program.specs
+        if ref.kind is Kind.PARAMETER_GRAD
+    }
+    return {
+        "parameters": {
+            name: ParameterFacts(
+                spec.shape, spec.nbytes, name in trained, spec.dtype, master or spec.dtype
+            )
+            for name, spec in specs.items()
+        },
+        "buffers": {
+            name: program.specs[Ref(Kind.BUFFER, i)].nbytes
+            for piece, program in code
+            for i, name in enumerate(piece.buffers)
+        },
+    }
 
 
 _PRODUCTS = {

@@ -12,14 +12,14 @@ from dataclasses import replace
 import torch
 
 from piper.base.reading import MalformedError, shown, within
-from piper.capture.captured_facts import ends_of
+from piper.capture.captured_facts import ends_of, of_signature, of_state
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import Eager
 from piper.capture.code.executables import ChunkSignature, Executables
 from piper.capture.model import Precision
 from piper.ir.dag.dag import Dag
-from piper.ir.dag.facts import ChunkFacts, Model, ParameterFacts
-from piper.ir.passes import Kind, Pass, Ref
+from piper.ir.dag.facts import Model
+from piper.ir.passes import Kind, Ref
 from piper.ir.rules import ShardRule
 from piper.ir.tensors import TensorSpec
 from piper.program.compiled import Compiled, Step
@@ -85,58 +85,21 @@ def _check_facts(step: Step, program: Compiled) -> None:
 def _said(model: Model, code: Executables, n: int, program: Compiled) -> Model:
     """``model`` with everything that the code for groups of ``n`` devices says of it."""
     pairs = list(zip(code.pieces, code.programs[n], strict=True))
-    trained = {
-        piece.parameters[ref.index]
-        for piece, made in pairs
-        for ref in made.specs
-        if ref.kind is Kind.PARAMETER_GRAD
-    }
-    master = program.training.master
     return replace(
         model,
         chunks=tuple(
-            _said_chunk(place, chunk, piece, made)
+            replace(chunk, index=place, **of_signature(piece, made))
             for place, (chunk, (piece, made)) in enumerate(zip(model.chunks, pairs, strict=True))
         ),
         values=tuple(
             replace(value, shape=spec.shape, nbytes=spec.nbytes, copied=spec.copied)
             for value, spec in zip(model.values, code.values[n], strict=True)
         ),
-        parameters={
-            name: ParameterFacts(
-                spec.shape, spec.nbytes, name in trained, spec.dtype, master or spec.dtype
-            )
-            for name, spec in code.parameters.items()
-        },
-        buffers={
-            name: made.specs[Ref(Kind.BUFFER, i)].nbytes
-            for piece, made in pairs
-            for i, name in enumerate(piece.buffers)
-        },
         loss=code.loss,
         count=code.count,
         outputs=tuple(code.outputs.values()),
         batch=program.example.size,
-    )
-
-
-def _said_chunk(
-    index: int, chunk: ChunkFacts, piece: ChunkSignature, made: ChunkProgram
-) -> ChunkFacts:
-    return replace(
-        chunk,
-        index=index,
-        parameters=piece.parameters,
-        inputs=piece.inputs,
-        outputs=piece.outputs,
-        changes=piece.updates,
-        buffers=piece.buffers,
-        random=made.functions[Pass.F].random,
-        detached=tuple(
-            name
-            for i, name in enumerate(piece.parameters)
-            if Ref(Kind.PARAMETER_GRAD, i) not in made.specs
-        ),
+        **of_state(pairs, code.parameters, program.training.master),
     )
 
 

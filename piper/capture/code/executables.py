@@ -68,13 +68,18 @@ class Executables:
             count=first.cut.count,
             outputs=outputs_of(first),
             constants=first.constants,
-            parameters={
-                name: first.whole.get(name) or program.specs[Ref(Kind.PARAMETER, i)]
-                for chunk, program in zip(first.chunks, first.programs, strict=True)
-                for i, name in enumerate(chunk.parameters)
-            },
+            parameters=parameter_specs(first),
             totals=captured[max(captured)].totals,
         )
+
+
+def parameter_specs(captured: Captured) -> dict[str, TensorSpec]:
+    """The specs of the unsharded parameters, by name."""
+    return {
+        name: captured.whole.get(name) or program.specs[Ref(Kind.PARAMETER, i)]
+        for chunk, program in zip(captured.chunks, captured.programs, strict=True)
+        for i, name in enumerate(chunk.parameters)
+    }
 
 
 def outputs_of(captured: Captured) -> dict[str, int]:

@@ -4,7 +4,6 @@ optimizer and the scheduler. Made from a ``DeviceProgram``."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.device.bucket_layout import BucketLayout, Fragment
 from piper.state.device.snapshot import Snapshot
 from piper.state.device_program import DeviceProgram, buffers_of
-from piper.state.optimizer.factory import kind_of, make
+from piper.state.optimizer.factory import kind_of, make, regrouped
 from piper.state.optimizer.scheduler import make_scheduler
 from piper.state.weights.first_tensors import Fetch
 
@@ -120,7 +119,7 @@ class DeviceState:
             for parameter, gradient in zip(held.trained.values(), gradients, strict=True):
                 parameter.grad = gradient
         try:
-            with self._only([held for held, _ in rows]):
+            with regrouped(self.optimizer, self._changes([held for held, _ in rows])):
                 self.optimizer.step()
         finally:
             for held, _ in rows:
@@ -160,24 +159,16 @@ class DeviceState:
         free = ("params", "lr") if self._rates else ("params",)
         return [{k: v for k, v in group.items() if k not in free} for group in self._groups()]
 
-    @contextmanager
-    def _only(self, rows: Sequence[HeldBucket]) -> Iterator[None]:
-        """Restricts the optimizer's groups to a single bucket's parameters: ``step`` visits
-        everything in them. Several buckets are all buckets, and the groups stay complete."""
-        groups = self._groups()
-        usual = [dict(group) for group in groups]
-        for i, group in enumerate(groups):
+    def _changes(self, rows: Sequence[HeldBucket]) -> list[dict[str, Any]]:
+        """Of each parameter group for one ``step``: the parameters, unless it updates all buckets,
+        and the learning rate, if a graph reads it."""
+        changes: list[dict[str, Any]] = [{} for _ in self._groups()]
+        for i, change in enumerate(changes):
             if len(rows) == 1:
-                group["params"] = rows[0].groups[i]
+                change["params"] = rows[0].groups[i]
             if self._rates:
-                group["lr"] = self._rates[i]
-        try:
-            yield
-        finally:
-            for group, before in zip(groups, usual, strict=True):
-                group["params"] = before["params"]
-                if self._rates:
-                    group["lr"] = before["lr"]
+                change["lr"] = self._rates[i]
+        return changes
 
     def _made(self) -> list[torch.optim.Optimizer]:
         return [] if self.optimizer is None else [self.optimizer]

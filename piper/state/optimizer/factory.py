@@ -94,6 +94,22 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+@contextmanager
+def regrouped(
+    optimizer: torch.optim.Optimizer, changes: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """Changes some entries of each parameter group inside: ``step`` visits all parameters in it."""
+    pairs = list(zip(optimizer.param_groups, changes, strict=True))
+    usual = [{key: group[key] for key in change} for group, change in pairs]
+    try:
+        for group, change in pairs:
+            group.update(change)
+        yield
+    finally:
+        for (group, _), before in zip(pairs, usual, strict=True):
+            group.update(before)
+
+
 def settings_by_name(given: NamedParameters, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """For each parameter's name, its optimizer class and group settings, as text to compare: that
     of a function, for instance, without its address."""

@@ -9,15 +9,15 @@ all at once, and again in the way in question. Equal results, or the answer is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from piper.state.optimizer.factory import NamedParameters, members_of, settings
+from piper.state.optimizer.factory import NamedParameters, members_of, regrouped, settings
 from piper.state.optimizer.nature import has_hooks
 
 Make = Callable[[NamedParameters], torch.optim.Optimizer]
@@ -29,11 +29,6 @@ _LARGE = 1e4
 """Some gradients are multiplied by this, to reveal clipping of their norm."""
 _DTYPES = (torch.float64, torch.float32)
 """fp64 shows the smallest influence, but some optimizers do not take it."""
-
-
-def sample(seed: int, shape: tuple[int, ...]) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +43,9 @@ class Piece:
 
     def values(self, kind: int = 0) -> Tensor:
         """Its first values, or other numbers of the same shape."""
-        return self.cut(sample(1000 * kind + self.seed, self.shape))[self.part].clone()
+        generator = torch.Generator().manual_seed(1000 * kind + self.seed)
+        whole = torch.randn(self.shape, generator=generator, dtype=torch.float32)
+        return self.cut(whole)[self.part].clone()
 
 
 def made(
@@ -170,23 +167,11 @@ def step_with(
     """One step on these parameters of the optimizer, which then have no gradients."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    with only(optimizer, parameters):
+    few, groups = set(parameters), optimizer.param_groups
+    with regrouped(optimizer, [{"params": [p for p in g["params"] if p in few]} for g in groups]):
         optimizer.step()
     for parameter in parameters:
         parameter.grad = None
-
-
-@contextmanager
-def only(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Restricts the optimizer's groups to ``parameters``: ``step`` visits everything in them."""
-    few, usual = set(parameters), [group["params"] for group in optimizer.param_groups]
-    try:
-        for group, params in zip(optimizer.param_groups, usual, strict=True):
-            group["params"] = [p for p in params if p in few]
-        yield
-    finally:
-        for group, params in zip(optimizer.param_groups, usual, strict=True):
-            group["params"] = params
 
 
 def _plain(item: Any) -> Any:
