@@ -19,7 +19,7 @@ import msgspec
 from piper.base.atomic import FileKind, stage
 from piper.base.codec import Format, decode
 from piper.base.errors import PiperError
-from piper.base.reading import MalformedError, file_bytes, parsed, shown
+from piper.base.reading import MalformedError, file_bytes, parsed, shown, within
 
 CHECKSUMS = "checksums.json"
 _FILE_BYTES = 2**36
@@ -55,25 +55,19 @@ def write(folder: Path, kind: Format, files: Mapping[str, bytes]) -> None:
 def read(folder: Path, kind: Format, names: Iterable[str]) -> dict[str, bytes]:
     """The contents of the files ``names`` in ``folder``, after checking their checksums."""
     try:
+        if not (folder / CHECKSUMS).exists():
+            if (folder / "program.json").exists():
+                raise PiperError(
+                    f"{folder} holds a program of an earlier Piper: compile it and save it again"
+                )
+            raise PiperError(f"{folder} is no saved program: there is no {CHECKSUMS}")
         index = file_bytes(folder / CHECKSUMS)
-    except FileNotFoundError as error:
-        if (folder / "program.json").exists():
-            raise PiperError(
-                f"{folder} holds a program of an earlier Piper: compile it and save it again"
-            ) from error
-        raise PiperError(f"{folder} is no saved program: {error}") from error
+        with within(CHECKSUMS):
+            sums = _sums(index, kind, names)
+        files = {name: file_bytes(folder / sums[name][0], _FILE_BYTES) for name in sums}
     except (OSError, MalformedError) as error:
         raise PiperError(f"the program in {folder} cannot be read: {error}") from error
-    try:
-        sums = _sums(index, kind, names)
-    except MalformedError as error:
-        raise PiperError(f"the program in {folder} cannot be read: {CHECKSUMS}: {error}") from None
-    files = {}
     for name, (actual, expected) in sums.items():
-        try:
-            files[name] = file_bytes(folder / actual, _FILE_BYTES)
-        except (OSError, MalformedError) as error:
-            raise PiperError(f"the program in {folder} cannot be read: {error}") from error
         if hashlib.sha256(files[name]).hexdigest() != expected:
             raise PiperError(
                 f"the program in {folder} is damaged: {actual} is not what was saved (its checksum "

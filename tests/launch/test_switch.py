@@ -34,7 +34,7 @@ from piper.launch.state.saving import index_of
 from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.boxes import Box
 from piper.state.device.checkpoint_parts import all_held
-from piper.state.device.resharding import IN_FLIGHT, Exchange, parcels
+from piper.state.device.resharding import IN_FLIGHT, exchange, parcels
 from tests.scripts import switched
 from tests.scripts.switched import ON_FOUR, WIDTH, Net, batch, losses
 from tests.state.test_checkpoints import contents
@@ -253,8 +253,8 @@ def test_nobody_holds_more_than_both_states_and_a_few_parcels(
                 room = NextState(mine, torch.device("cpu"), index, here, capturable=False)
                 wants[number] = room.requests
                 ready.wait(LIMIT)
-                exchange = Exchange(number, gives[number], room.missing)
-                exchange.run(parcels(index, wants, number), Queues(number, queues))
+                rows = parcels(index, wants, number)
+                exchange(number, gives[number], room.missing, rows, Queues(number, queues))
                 tensors = [] if room.state is None else list(room.settled().tensors())
             rooms[number] = room.state
             kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}

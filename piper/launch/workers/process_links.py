@@ -17,7 +17,7 @@ from piper.runtime.comm.gloo import Gloo, Peers
 from piper.runtime.comm.nccl import Nccl
 from piper.runtime.comm.protocol import Comm
 from piper.state.checkpoint.slices import Slice
-from piper.state.device.resharding import Exchange, parcels
+from piper.state.device.resharding import exchange, parcels
 from piper.state.device_program import DeviceProgram
 
 
@@ -65,7 +65,7 @@ class ProcessLinks:
         store = dist.PrefixStore(f"{job} switch", self.store)
         link = Peers(tuple(wants), number, store, self._timeout, alone=self._alone)
         gives = self.gives.get(number, ())
-        Exchange(number, gives, room.missing).run(parcels(room.index, wants, number), link)
+        exchange(number, gives, room.missing, parcels(room.index, wants, number), link)
         link.barrier()
 
 

@@ -142,27 +142,18 @@ class Index(_Facts, frozen=True, kw_only=True):
     @staticmethod
     def from_bytes(content: bytes) -> Index:
         """Parses output of ``to_bytes``. Anything else is refused."""
-        return _index(decode(_File, _checked(content)))
-
-
-def files_of(content: bytes) -> Mapping[str, FileFacts]:
-    """The files that an index lists, without parsing the rest of it."""
-    return _named(decode(dict[str, FileFacts], _checked(content).get("files")))
+        first, _, rest = content.partition(b"\n")
+        data = parsed(content)
+        if type(data) is dict:
+            data.pop("sha256", None)
+        data = _FORMAT.content(data)
+        if first != _first_line(rest):
+            raise MalformedError("it is damaged: its checksum differs")
+        return _index(decode(_File, data))
 
 
 def _facts(of: _Facts) -> dict[str, Any]:
     return {name: getattr(of, name) for name in _Facts.__struct_fields__}
-
-
-def _checked(content: bytes) -> dict[str, Any]:
-    first, _, rest = content.partition(b"\n")
-    data = parsed(content)
-    if type(data) is dict:
-        data.pop("sha256", None)
-    data = _FORMAT.content(data)
-    if first != _first_line(rest):
-        raise MalformedError("it is damaged: its checksum differs")
-    return data
 
 
 def _first_line(rest: bytes) -> bytes:
@@ -206,18 +197,13 @@ def _table_to_file(tensors: Mapping[str, Sequence[Slice]]) -> dict[str, _TensorF
     }
 
 
-def _named(files: Mapping[str, FileFacts]) -> Mapping[str, FileFacts]:
-    for name, facts in files.items():
+def _index(file: _File) -> Index:
+    for name, facts in file.files.items():
         if re.fullmatch(r"[\w-]+\.safetensors", name) is None or facts.header > facts.bytes:
             raise MalformedError(
                 f"files: {name!r} is not the name of a file of a checkpoint, or its header is "
                 "larger than the file"
             )
-    return files
-
-
-def _index(file: _File) -> Index:
-    _named(file.files)
     parts = {MODEL: file.model} | {OPTIMIZER + kind: x for kind, x in file.optimizer.items()}
     parts[STORED] = file.stored
     tables: dict[str, dict[str, list[Slice]]] = {}

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -246,25 +245,14 @@ def _filled(file: BinaryIO, buffer: memoryview) -> int:
     return at
 
 
-class Reader:
+class Reader(ExitStack):
     """Reads slices of tensors from the files of a folder."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
         self._files: dict[str, BinaryIO] = {}
-        self._stack = ExitStack()
         self._buffer = bytearray()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._close()
 
     def fill(self, want: Slice, slices: Iterable[Slice], via: Sequence[torch.dtype] = ()) -> None:
         """Copy what ``slices`` of the same tensor have to the memory of ``want``."""
@@ -328,10 +316,7 @@ class Reader:
     def _open(self, name: str) -> BinaryIO:
         if name not in self._files:
             if len(self._files) == _OPEN:
-                self._close()
-            self._files[name] = self._stack.enter_context(open_file(self._folder / name))
+                self.close()
+                self._files.clear()
+            self._files[name] = self.enter_context(open_file(self._folder / name))
         return self._files[name]
-
-    def _close(self) -> None:
-        self._stack.close()
-        self._files.clear()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from piper.base.reading import MalformedError, file_bytes, open_file
-from piper.state.checkpoint.index import INDEX, Index, files_of
+from piper.state.checkpoint.index import INDEX, Index
 from piper.state.checkpoint.slices import Slice, all_slices
 from piper.state.checkpoint.tensor_files import FileFacts, checksum
 
@@ -26,8 +26,8 @@ def is_whole(folder: Path) -> bool:
     """Whether the index is intact and every file has the size it states. File contents are not
     read: they may be terabytes."""
     try:
-        facts = files_of(file_bytes(folder / INDEX))
-        return all(size_of(folder / name) == one.bytes for name, one in facts.items())
+        files = Index.from_bytes(file_bytes(folder / INDEX)).files
+        return all(size_of(folder / name) == one.bytes for name, one in files.items())
     except (OSError, MalformedError):
         return False
 

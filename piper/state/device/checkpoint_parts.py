@@ -57,12 +57,10 @@ def given_by(state: DeviceState, buffers: Collection[str]) -> Part:
 def all_held(state: DeviceState) -> Iterator[Slice]:
     """Every slice on this device, including slices that other devices have too. Of parameters, only
     the part it updates: with ZeRO, the rest is gathered before each use and stale between steps."""
+    yield from state.model_slices(lambda layout: layout.fragments, state.buffers)
     for held in state.held.values():
         for fragment in held.layout.fragments:
-            yield from held.parameter(fragment)
             yield from _like_parameter(state, held, fragment)
-    for name, tensor in state.buffers.items():
-        yield Slice.of(MODEL, name, tensor)
 
 
 def _kept(state: DeviceState, held: HeldBucket, name: str) -> Mapping[str, Any]:
@@ -125,14 +123,8 @@ def export_part(
 ) -> list[str]:
     """Write this device's share of the model's tensors to their places in the exported files.
     Returns their names."""
-    mine = [
-        one
-        for held in state.held.values()
-        for part in held.layout.written
-        for one in held.parameter(part)
-    ]
-    mine += [Slice.of(MODEL, name, state.buffers[name]) for name in buffers]
-    mine = [one for one in mine if one.name in targets]
+    slices = state.model_slices(lambda layout: layout.written, buffers)
+    mine = [one for one in slices if one.name in targets]
     with Writer.opened(folder) as out:
         for one in mine:
             out.write(one, targets[one.name])

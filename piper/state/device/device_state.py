@@ -3,7 +3,7 @@ optimizer and the scheduler. Made from a ``DeviceProgram``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,6 +175,18 @@ class DeviceState:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def model_slices(
+        self, fragments: Callable[[BucketLayout], Iterable[Fragment]], buffers: Iterable[str]
+    ) -> list[Slice]:
+        """These fragments of all buckets, and these buffers."""
+        slices = [
+            one
+            for held in self.held.values()
+            for fragment in fragments(held.layout)
+            for one in held.parameter(fragment)
+        ]
+        return slices + [Slice.of(MODEL, name, self.buffers[name]) for name in buffers]
 
     def tensors(self) -> Iterable[Tensor]:
         """All tensors that persist between steps."""

@@ -111,51 +111,50 @@ def _room(one: Slice) -> int:
     return -(-one.nbytes // _ALIGNED) * _ALIGNED
 
 
-class Exchange:
-    """One process's end of all parcels."""
+@torch.no_grad()
+def exchange(
+    me: int,
+    gives: Sequence[Slice],
+    missing: Sequence[Slice],
+    rows: Iterable[Parcel],
+    link: Messages,
+) -> None:
+    """Send and receive all parcels of the process of device ``me``."""
+    under_way: deque[tuple[Parcel, Tensor, Handle]] = deque()
 
-    def __init__(self, me: int, gives: Sequence[Slice], missing: Sequence[Slice]) -> None:
-        self._me = me
-        self._gives = gives
-        self._missing = missing
-
-    @torch.no_grad()
-    def run(self, rows: Iterable[Parcel], link: Messages) -> int:
-        """Send and receive all parcels. Returns the number of bytes sent."""
-        under_way: deque[tuple[Parcel, Tensor, Handle]] = deque()
-        sent = 0
-        for parcel in rows:
-            if parcel.source == parcel.to:
-                self._take(parcel, self._pack(parcel))
-                continue
-            if len(under_way) == IN_FLIGHT:
-                self._finish(*under_way.popleft())
-            if parcel.source == self._me:
-                data = self._pack(parcel)
-                under_way.append((parcel, data, link.send(data, parcel.to, parcel.tag)))
-                sent += parcel.nbytes
-            else:
-                data = torch.empty(parcel.nbytes, dtype=torch.uint8)
-                handle = link.receive(data, parcel.source, parcel.tag)
-                under_way.append((parcel, data, handle))
-        while under_way:
-            self._finish(*under_way.popleft())
-        return sent
-
-    def _finish(self, parcel: Parcel, data: Tensor, handle: Handle) -> None:
+    def finish() -> None:
+        parcel, data, handle = under_way.popleft()
         handle.wait()
-        if parcel.to == self._me:
-            self._take(parcel, data)
+        if parcel.to == me:
+            _unpack(parcel, data, missing)
 
-    def _pack(self, parcel: Parcel) -> Tensor:
-        data = torch.empty(parcel.nbytes, dtype=torch.uint8)
-        for (one, want), slot in _slots(parcel, data):
-            slot.copy_(self._gives[one.location.offset].part(want.box).tensor)
-        return data
+    for parcel in rows:
+        if parcel.source == parcel.to:
+            _unpack(parcel, _packed(parcel, gives), missing)
+            continue
+        if len(under_way) == IN_FLIGHT:
+            finish()
+        if parcel.source == me:
+            data = _packed(parcel, gives)
+            handle = link.send(data, parcel.to, parcel.tag)
+        else:
+            data = torch.empty(parcel.nbytes, dtype=torch.uint8)
+            handle = link.receive(data, parcel.source, parcel.tag)
+        under_way.append((parcel, data, handle))
+    while under_way:
+        finish()
 
-    def _take(self, parcel: Parcel, data: Tensor) -> None:
-        for (_, want), slot in _slots(parcel, data):
-            self._missing[want.location.offset].part(want.box).tensor.copy_(slot)
+
+def _packed(parcel: Parcel, gives: Sequence[Slice]) -> Tensor:
+    data = torch.empty(parcel.nbytes, dtype=torch.uint8)
+    for (one, want), slot in _slots(parcel, data):
+        slot.copy_(gives[one.location.offset].part(want.box).tensor)
+    return data
+
+
+def _unpack(parcel: Parcel, data: Tensor, missing: Sequence[Slice]) -> None:
+    for (_, want), slot in _slots(parcel, data):
+        missing[want.location.offset].part(want.box).tensor.copy_(slot)
 
 
 def _slots(parcel: Parcel, data: Tensor) -> Iterable[tuple[tuple[Slice, Slice], Tensor]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from piper.state.checkpoint.slices import MODEL, Slice
+from piper.state.checkpoint.slices import Slice
 from piper.state.device.device_state import DeviceState
 from piper.state.weights.first_tensors import FirstTensor
 
@@ -16,18 +16,8 @@ from piper.state.weights.first_tensors import FirstTensor
 def export(state: DeviceState, only: frozenset[str] | None = None) -> list[Slice]:
     """The parameters and buffers of ``state``, limited to the names in ``only`` if it is given, in
     host memory of their own. Of equal copies of parameters, only the first contributes."""
-    slices = [
-        one
-        for held in state.held.values()
-        for fragment in (held.layout.fragments if not held.layout.copy else ())
-        if only is None or fragment.name in only
-        for one in held.parameter(fragment)
-    ]
-    slices += [
-        Slice.of(MODEL, name, tensor)
-        for name, tensor in state.buffers.items()
-        if only is None or name in only
-    ]
+    slices = state.model_slices(lambda x: () if x.copy else x.fragments, state.buffers)
+    slices = [one for one in slices if only is None or one.name in only]
     return [replace(one, at=one.tensor.detach().to("cpu", copy=True)) for one in slices]
 
 

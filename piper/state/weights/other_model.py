@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from piper.base.units import counted
 
@@ -24,27 +25,29 @@ def differences(
     parts = []
     if missing:
         named = [name + _nearest(name, extra) for name in missing[:_SHOWN]]
+        number = counted(len(model), "tensor")
         parts.append(
-            f"{len(missing)} of the model's {counted(len(model), 'tensor')} "
-            f"{'is' if len(missing) == 1 else 'are'} missing: {_listed(named, len(missing))}"
+            f"{len(missing)} of the model's {number} {'is' if len(missing) == 1 else 'are'} "
+            f"missing: {_listed(named, len(missing))}"
         )
     if extra:
         notes = [f"{name}{note}" for name, note in list(extra.items())[:_SHOWN]]
-        verb = "is" if len(extra) == 1 else "are"
         parts.append(
-            f"{counted(len(extra), 'tensor')} {verb} not in the model: {_listed(notes, len(extra))}"
+            f"{_several(extra, 'is', 'are')} not in the model: {_listed(notes, len(extra))}"
         )
     if shapes:
         rows = [
             f"{name}, {list(theirs)} instead of {list(own)}"
             for name, (theirs, own) in list(shapes.items())[:_SHOWN]
         ]
-        verb = "has" if len(shapes) == 1 else "have"
         parts.append(
-            f"{counted(len(shapes), 'tensor')} {verb} another shape: "
-            f"{_listed(rows, len(shapes), '; ')}"
+            f"{_several(shapes, 'has', 'have')} another shape: {_listed(rows, len(shapes), '; ')}"
         )
     return ". ".join(parts)
+
+
+def _several(tensors: Mapping[str, Any], one: str, more: str) -> str:
+    return f"{counted(len(tensors), 'tensor')} {one if len(tensors) == 1 else more}"
 
 
 def _nearest(name: str, known: Mapping[str, str]) -> str:
