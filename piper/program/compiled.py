@@ -27,7 +27,8 @@ from piper.ir.shards import RANK
 from piper.ir.tensors import TensorSpec
 from piper.lower.lower import Settings, lower
 from piper.state.optimizer.training import Training
-from piper.state.weights.matching import Located, located
+from piper.state.weights.first_tensors import FirstTensor
+from piper.state.weights.matching import located
 from piper.state.weights.source import Source, StateNames
 from piper.state.weights.weight_files import WeightFiles
 from piper.strategies.directives.partition import Partition
@@ -98,8 +99,8 @@ class Compiled:
         return lower(placed, self.models, self.settings)
 
     @cached_property
-    def located(self) -> Located | None:
-        """The files that hold the initial weights, if there are any."""
+    def located(self) -> Mapping[str, FirstTensor] | None:
+        """The initial weights in files, by name; None if they do not come from files."""
         source = self.source
         if source is None or not isinstance(source.init, WeightFiles):
             return None

@@ -27,8 +27,6 @@ from piper import PiperError
 from piper.cost.cluster import Cluster
 from piper.ir.plan.plan import Plan
 from piper.launch.state.saving import read_index
-from piper.state.checkpoint.slices import MODEL, Slice
-from piper.state.checkpoint.tensor_files import Reader
 from piper.state.weights.matching import located
 from piper.state.weights.source import Source, StateNames
 from piper.strategies import from_csv, one_f_one_b, to_csv
@@ -411,11 +409,8 @@ class Fuzzer:
 
     def _read_weights(self, folder: Path) -> None:
         names = StateNames.of(self.source)
-        there = located(self.source, names, piper.weights(folder))
-        with Reader(there.folder) as reader:
-            for name, slices in there.entries.items():
-                tensor = torch.empty(slices[0].shape, dtype=slices[0].dtype)
-                reader.fill(Slice.of(MODEL, name, tensor), slices)
+        for first in located(self.source, names, piper.weights(folder)).values():
+            first.whole()
 
     # checkpoints
 

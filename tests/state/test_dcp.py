@@ -21,7 +21,6 @@ from torch.distributed.checkpoint import (
 import piper
 from piper import PiperError
 from piper.state.checkpoint.dcp import CheckpointReader
-from piper.state.weights.first_tensors import FirstTensor
 from piper.state.weights.matching import located
 from piper.state.weights.source import Source, StateNames
 from tests.state.test_checkpoints import STRATEGIES, Net, batches, given, net
@@ -78,9 +77,7 @@ def read(folder: Path) -> dict[str, Tensor]:
     """The model's state, read from files."""
     names = StateNames.of(Source(net(Net)))
     found = located(Source(net(Net)), names, piper.weights(folder))
-    return names.named(
-        lambda name: FirstTensor(found.entries[name], torch.float64, found.folder).whole()
-    )
+    return names.named(lambda name: found[name].whole())
 
 
 @pytest.mark.parametrize(

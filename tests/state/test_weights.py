@@ -22,11 +22,10 @@ import piper
 from piper import PiperError, annotate, place, replicate
 from piper.base.tracking import Tracker
 from piper.launch.device.device_programs import device_programs
-from piper.launch.device.weight_readers import fetcher
+from piper.launch.device.weight_readers import FirstWeights
 from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.device.device_state import DeviceState
-from piper.state.weights.first_tensors import FirstTensor
 from piper.state.weights.matching import located
 from piper.state.weights.source import Source, StateNames
 from tests.state.test_checkpoints import STRATEGIES, Net, batches, given, net
@@ -141,7 +140,9 @@ def test_a_device_reads_and_holds_its_shard_alone(
     total = sum(x.nbytes for x in state.values())
     for device in program.devices:
         with Tracker() as tracker:
-            made = DeviceState(device_programs(program)(device), program.device, fetcher(program))
+            made = DeviceState(
+                device_programs(program)(device), program.device, FirstWeights.of(program)
+            )
         share = sum(held.flat.nbytes for held in made.held.values())
         assert share <= total / 4 + 4096
         assert tracker.peak <= share + 4096
@@ -158,7 +159,7 @@ def test_other_dtypes_are_converted(stored: torch.dtype, own: torch.dtype, tmp_p
     files = piper.weights(in_one_file(state, tmp_path / "files"))
     there = located(source, StateNames.of(source), files)
     for name, x in state.items():
-        first = FirstTensor(there.entries[name], own, there.folder)
+        first = there[name]
         assert torch.equal(first.whole(), x.to(own))
         low = torch.zeros(x.shape, dtype=torch.bfloat16)
         first.fill(Slice.of(MODEL, name, low), torch.float32)
@@ -351,7 +352,7 @@ def test_one_file_by_its_name_and_a_loss_that_is_not_in_it(tmp_path: Path) -> No
     source = Source(One(), Scaled())
     for path in (folder, folder / "model.safetensors"):
         found = located(source, StateNames.of(source), piper.weights(path))
-        assert found.entries.keys() == {"a.weight", "a.bias", "b.bias", "count"}
+        assert found.keys() == {"a.weight", "a.bias", "b.bias", "count"}
 
 
 def test_tensors_that_are_to_be_ignored(tmp_path: Path) -> None:
@@ -359,7 +360,7 @@ def test_tensors_that_are_to_be_ignored(tmp_path: Path) -> None:
     state = {**without(one(), "b.weight"), "old.mask": torch.ones(2), "old": torch.ones(1)}
     folder = in_one_file(state, tmp_path / "files")
     found = located(source, StateNames.of(source), piper.weights(folder, ignore=["old*"]))
-    assert found.entries.keys() == {"a.weight", "a.bias", "b.bias", "count"}
+    assert found.keys() == {"a.weight", "a.bias", "b.bias", "count"}
     assert "1 tensor is not in the model: old (in" in refused(
         state, tmp_path / "files", ignore=["*.mask"]
     )
@@ -445,7 +446,7 @@ def test_links_of_a_cache_are_followed(tmp_path: Path) -> None:
     (folder / FIRST).rename(tmp_path / "blob")
     (folder / FIRST).symlink_to(tmp_path / "blob")
     source = meta_one()
-    assert located(source, StateNames.of(source), piper.weights(folder)).entries
+    assert located(source, StateNames.of(source), piper.weights(folder))
 
 
 def test_folders_without_weights_are_refused(tmp_path: Path) -> None:

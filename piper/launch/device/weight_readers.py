@@ -13,8 +13,7 @@ from torch import Tensor
 from piper.base.errors import PiperError
 from piper.program.program import Program
 from piper.state.weights.first_buffers import computed_buffer
-from piper.state.weights.first_tensors import Fetch, FirstTensor
-from piper.state.weights.matching import Located
+from piper.state.weights.first_tensors import FirstTensor
 from piper.state.weights.source import Source, materialised
 from piper.state.weights.weight_files import Init, WeightFiles
 
@@ -27,7 +26,8 @@ class FirstWeights:
     """Every parameter and buffer of the model, or the file that holds them; those to be initialised
     or read are on the meta device."""
     init: Init | None
-    located: Located | None
+    located: Mapping[str, FirstTensor]
+    """Those in files."""
     seed: int
 
     @staticmethod
@@ -41,14 +41,13 @@ class FirstWeights:
         tensors = {**dict(source.parameters()), **dict(source.buffers())}
         seed = program.training.seed
         if not isinstance(source.init, WeightFiles):
-            return FirstWeights(tensors, source.init, None, seed)
-        located = program.located
-        assert located is not None
-        for name in located.entries:
+            return FirstWeights(tensors, source.init, {}, seed)
+        located = program.located or {}
+        for name in located:
             tensors[name] = tensors[name].detach().to("meta")
         init = source.init.init
         if init is None:
-            tensors |= _computed(source, tensors.keys() - located.entries.keys(), seed)
+            tensors |= _computed(source, tensors.keys() - located.keys(), seed)
         return FirstWeights(tensors, init, located, seed)
 
     @cached_property
@@ -67,17 +66,12 @@ class FirstWeights:
     def __call__(self, name: str) -> FirstTensor:
         if name not in self.tensors:
             raise PiperError(f"the model has no {name}: it is not the one that was compiled")
+        if name in self.located:
+            return self.located[name]
         tensor = self.tensors[name]
-        if self.located is not None and name in self.located.entries:
-            return FirstTensor(self.located.entries[name], tensor.dtype, self.located.folder)
         device = torch.device("cpu") if tensor.is_meta else tensor.device
         values = materialised(name, tensor, device, self.init, self.seed)
         return FirstTensor.in_memory(name, values)
-
-
-def fetcher(program: Program) -> Fetch:
-    """A function from the name of a parameter or buffer to its initial values."""
-    return FirstWeights.of(program)
 
 
 def _computed(source: Source, names: set[str], seed: int) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from piper.base.errors import PiperError, warn
 from piper.base.reading import MalformedError, file_bytes
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.report import Refusal
-from piper.launch.device.weight_readers import FirstWeights, fetcher
+from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.device.worker_group import WorkerGroup, answers_of_all, everyone, joined
 from piper.launch.state.state_checks import check_index
 from piper.program.program import Program
@@ -61,7 +61,7 @@ def tensor_of(
 
 def known_or_first(program: Program, known: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
     """A function from a tensor's first name to its value in ``known``, or else its initial one."""
-    fetch = cache(lambda: fetcher(program))
+    fetch = cache(lambda: FirstWeights.of(program))
     return lambda name: known[name] if name in known else fetch()(name).whole()
 
 

@@ -6,7 +6,7 @@ error. The message names the tensor and, where there is one, its file."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -19,24 +19,18 @@ from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.discover import stored_tensors
 from piper.state.checkpoint.slices import Slice
 from piper.state.checkpoint.tensor_files import BLOCK, Reader
+from piper.state.weights.first_tensors import FirstTensor
 from piper.state.weights.other_model import differences
 from piper.state.weights.source import Source, StateNames
 from piper.state.weights.weight_files import WeightFiles
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """Where a model's tensors are in the files of a folder, by their first names."""
-
-    folder: Path
-    entries: Mapping[str, Sequence[Slice]]
-
-
-def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
-    """Locates every tensor of the model's state dict. Tensors of the loss may be missing."""
+def located(source: Source, names: StateNames, files: WeightFiles) -> dict[str, FirstTensor]:
+    """By first name, where every tensor of the model's state dict is in files. Tensors of the loss
+    may be missing."""
     folder, there = stored_tensors(files.path)
     tensors = {**dict(source.buffers()), **dict(source.parameters())}
-    found: dict[str, Sequence[Slice]] = {}
+    found: dict[str, FirstTensor] = {}
     used = set(names.added)
     missing = []
     shapes: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
@@ -51,7 +45,7 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
         for other in written[1:] if not shapes else ():
             _refuse_different(folder, there, written[0], other, tensors[name].dtype)
         if written:
-            found[name] = there[written[0]]
+            found[name] = FirstTensor(there[written[0]], tensors[name].dtype, folder)
         elif not name.startswith(LOSS_PREFIX):
             missing.append(keys[0])
     for name in tensors.keys() - set(names.keys.values()):  # buffers that are not persistent
@@ -63,7 +57,7 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> Located:
             ". Patterns in piper.weights(folder, ignore=[...]) leave such tensors aside"
         )  # fmt: skip
         raise PiperError(f"the weights in {files.path} are not this model's. {text}{advice}")
-    return Located(folder, found)
+    return found
 
 
 def _tied(names: StateNames) -> dict[str, list[str]]:
