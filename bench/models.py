@@ -1,7 +1,8 @@
 """Which models of the ``transformers`` library train unmodified, and how exactly.
 
 Small models with random weights, in fp64, with dict inputs that include labels. Each runs in two
-pipeline stages with two microbatches on virtual devices, beside plain PyTorch. Dropout draws differ
+pipeline stages with two microbatches on virtual devices, beside plain PyTorch, and without tags on
+four devices (pipeline stages, replicas, ZeRO-2). Dropout draws differ
 between the two, so dropout is 0 where losses are compared; a model with its own dropout is only
 compiled. From the root of the project: ``python -m bench.models``, or for some families
 ``python -m bench.models GPT-2 T5``.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
@@ -21,10 +23,11 @@ import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 import piper
 from piper.capture.loss.own_loss import own_loss
+from piper.strategies import mesh
 from tests.hugging_face import FAMILIES, Family
 from tests.training import Batch, adamw, compiled, pipeline, plain, sgd, train
 
@@ -37,6 +40,7 @@ class Mode(Enum):
     EVALUATION = "evaluation, AdamW"
     TRAINING = "training, SGD"
     SHIPPED = "training, dropout"
+    UNNAMED = "no tags, pp 2, dp 2, ZeRO-2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,10 @@ class Found:
     seconds: float
     """Compile time."""
     difference: float | None
-    """The largest difference of a loss from PyTorch's, over all steps."""
+    """The largest difference of a loss from PyTorch's, over all steps. Losses of language models
+    are fp32 also in fp64 models."""
+    state: float | None = None
+    """The largest difference of an element of the final state from PyTorch's."""
     refusal: str = ""
 
 
@@ -57,20 +64,33 @@ def examine(family: Family, mode: Mode) -> Found:
     model.train(mode is not Mode.EVALUATION)
     batches: list[Batch] = [(family.batch(seed=step), ()) for step in range(STEPS)]
     optimizer = adamw if mode is Mode.EVALUATION else sgd
-    how = {"optimizer": optimizer, "tags": family.tags}
+    unnamed = mode is Mode.UNNAMED
+    strategy = mesh(pp=2, dp=2, zero=2, microbatches=2).directives
     start = time.perf_counter()
     try:
-        program = compiled(model, pipeline([[0], [1]], 2), None, batches, **how)
+        program = compiled(
+            model,
+            strategy if unnamed else pipeline([[0], [1]], 2),
+            None,
+            batches,
+            optimizer=optimizer,
+            tags=None if unnamed else family.tags,
+        )
     except piper.PiperError as error:
-        return Found(time.perf_counter() - start, None, str(error))
+        return Found(time.perf_counter() - start, None, refusal=str(error))
     seconds = time.perf_counter() - start
     if mode is Mode.SHIPPED:
         return Found(seconds, None)
-    mine = train(program, batches).losses
-    whole = in_fp64(model)
-    theirs = plain(whole, own_loss, batches, microbatches=2, optimizer=optimizer).losses
-    pairs = zip(mine, theirs, strict=True)
-    return Found(seconds, max(float((a - b).abs()) for a, b in pairs))
+    mine = train(program, batches)
+    parts = 4 if unnamed else 2
+    theirs = plain(in_fp64(model), own_loss, batches, microbatches=parts, optimizer=optimizer)
+    losses = zip(mine.losses, theirs.losses, strict=True)
+    state = [(x, theirs.state[name]) for name, x in mine.state.items()]
+    return Found(seconds, _largest(losses), _largest(state))
+
+
+def _largest(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
 def in_fp64(model: nn.Module) -> nn.Module:
@@ -87,7 +107,7 @@ def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     warnings.simplefilter("ignore", piper.PiperWarning)
     console = Console(width=140)
     table = Table(title=f"transformers {transformers.__version__}, torch {torch.__version__}")
-    for column in ("model", "mode", "captured", "seconds", "difference", "refused"):
+    for column in ("model", "mode", "captured", "seconds", "loss", "state", "refused"):
         table.add_column(column)
     for name in names or FAMILIES:
         for mode in Mode:
@@ -98,7 +118,7 @@ def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
                 mode.value,
                 "no" if found.refusal else "yes",
                 f"{found.seconds:.1f}",
-                "" if found.difference is None else f"{found.difference:.0e}",
+                *("" if x is None else f"{x:.0e}" for x in (found.difference, found.state)),
                 found.refusal.partition("\n")[0],
             )
     console.print(table)

@@ -1,4 +1,5 @@
-"""Named regions: ``annotate`` in model code, or ``tags`` by module path from outside.
+"""Named regions: ``annotate`` in model code, or ``tags`` by module path from outside. Tags that
+Piper chose itself give way to a model that uses ``annotate``.
 
 During a capture, each entered region puts its name and index on the operations traced inside it.
 Outside a capture, ``annotate`` reads one variable and does nothing. Regions nest and never cross.
@@ -39,10 +40,26 @@ class Region:
         return f"{self.name}[{self.index}]"
 
 
+class ChosenTags(dict[str, str]):
+    """Tags that nobody wrote (``chosen_regions.py``)."""
+
+    def __str__(self) -> str:
+        shown = [f'"{pattern}": "{name}"' for pattern, name in self.items()]
+        most = 6
+        return "{" + ", ".join(shown[:most] + ["…"] * (len(shown) > most)) + "}"
+
+
+class OwnRegions(BaseException):
+    """A model that is traced with chosen tags names its regions itself: it is traced without them.
+    Not an ``Exception``, so that no handler in the model's code stops this."""
+
+
 class RegionRecorder:
     """The regions one capture has entered, in order, and those still open."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, chosen: bool = False) -> None:
+        """``chosen``: the tags are ``ChosenTags``."""
+        self.chosen = chosen
         self._counts: Counter[str] = Counter()
         self._open: list[tuple[object, Region, AbstractContextManager[None]]] = []
         self.entered: dict[Region, str] = {}
@@ -130,6 +147,8 @@ class annotate:  # noqa: N801 - reads as a statement, like torch.no_grad
         recorder = _recorder.get()
         if recorder is None:
             return None
+        if recorder.chosen and self._name != LOSS:
+            raise OwnRegions
         return recorder.enter(self._name, _line(sys._getframe(1)), self)
 
     def __exit__(
@@ -146,9 +165,10 @@ class annotate:  # noqa: N801 - reads as a statement, like torch.no_grad
 
 
 @contextmanager
-def recording() -> Iterator[RegionRecorder]:
-    """Record the regions entered inside; a region still open at the end is an error."""
-    recorder = RegionRecorder()
+def recording(tags: Mapping[str, str] | None = None) -> Iterator[RegionRecorder]:
+    """Record the regions entered inside; a region still open at the end is an error. ``tags`` are
+    those of the model."""
+    recorder = RegionRecorder(chosen=isinstance(tags, ChosenTags))
     token = _recorder.set(recorder)
     failed = True
     try:
@@ -186,7 +206,7 @@ def tag_modules(model: nn.Module, tags: Mapping[str, str]) -> None:
         )
     paths = dict(model.named_modules(remove_duplicate=False))
     for pattern, name in tags.items():
-        matched = {id(m): (path, m) for path, m in paths.items() if _matches(pattern, path)}
+        matched = {id(paths[path]): (path, paths[path]) for path in paths_like(pattern, paths)}
         if not matched:
             close = _closest(pattern, paths)
             hint = "closest" if close else "it has"
@@ -202,6 +222,8 @@ def tag_modules(model: nn.Module, tags: Mapping[str, str]) -> None:
 
 def check_tags_entered(tags: Mapping[str, str], entered: Iterable[str]) -> None:
     """Refuse a pattern if the model called none of its modules."""
+    if isinstance(tags, ChosenTags):
+        return
     seen = list(entered)
     for pattern in tags:
         if not any(where.endswith(f"tagged by {pattern!r}") for where in seen):
@@ -236,8 +258,10 @@ def tagged_at(path: str, pattern: str) -> str:
     return f"module {path!r}, tagged by {pattern!r}"
 
 
-def _matches(pattern: str, path: str) -> bool:
-    return _match_steps(pattern.split("."), path.split(".") if path else [])
+def paths_like(pattern: str, paths: Iterable[str]) -> list[str]:
+    """The module paths that match a pattern of ``tags``."""
+    steps = pattern.split(".")
+    return [path for path in paths if _match_steps(steps, path.split(".") if path else [])]
 
 
 def _match_steps(pattern: list[str], path: list[str]) -> bool:

@@ -367,7 +367,7 @@ def _trace(
             quiet_tracing(),
             kept_whole(functions),
             plain_checkpoints() as lines,
-            recording() as recorder,
+            recording(tags) as recorder,
             calls_as_operations(step, recorder, ops) as step.repeats,
         ):
             program = torch.export.export(step, tuple(example), strict=False)

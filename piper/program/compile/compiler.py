@@ -26,6 +26,7 @@ from piper.capture.code.codegen import Eager
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss, loss_or_own, refuse_counted
 from piper.capture.model import Captured, check_model, device_of
+from piper.capture.regions import ChosenTags
 from piper.cost.rough_costs import Costs
 from piper.cost.tasks import CostModel
 from piper.ir.dag.build import build
@@ -175,11 +176,16 @@ class Capture:
         self._cost: OptimizerCost | None = None
 
     def __str__(self) -> str:
-        """Its chunks, one per line. Chunks with equal programs have equal letters."""
+        """Its chunks, one per line, and the tags if Piper chose them. Chunks with equal programs
+        have equal letters."""
         whole = self._whole()
         letters = letters_of(whole)
-        rows = zip(whole.chunks, whole.programs, strict=True)
-        return "\n".join(f"{c.name:15} program {letters[id(program)]}" for c, program in rows)
+        pairs = zip(whole.chunks, whole.programs, strict=True)
+        rows = [f"{chunk.name:15} program {letters[id(program)]}" for chunk, program in pairs]
+        tags = self._traces.tags
+        if isinstance(tags, ChosenTags):
+            rows.append(f"regions chosen by Piper: tags={tags}; give others, or tags={{}} for none")
+        return "\n".join(rows)
 
     @property
     def dag(self) -> Dag:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,10 +13,14 @@ from torch import nn
 from piper.base.errors import CaptureError
 from piper.capture.batch import Batch
 from piper.capture.blame import LOSS_PREFIX
+from piper.capture.chosen_regions import chosen_tags
 from piper.capture.chunk.split_passes import Passes
 from piper.capture.loss.outputs import NamedOutputs, Outputs
 from piper.capture.loss.own_loss import Loss
 from piper.capture.model import Captured, capture, trace
+from piper.capture.regions import ChosenTags, OwnRegions
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Traces:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
+        self.tags = chosen_tags(subject.model) if subject.tags is None else subject.tags
         self.passes = Passes()
         """The split passes of all joint graphs."""
         self._training: dict[int, Captured] = {}
@@ -96,15 +101,26 @@ class Traces:
     def _capture(self, parts: int, *, rows: bool) -> Captured:
         it = self._subject
         how = self._how(parts, rows) | {"compiler": it.compiler, "remat": it.remat}
-        return capture(it.model, **how, passes=self.passes)
+        return self._tagged(capture, **how, passes=self.passes)
 
     def _text(self, parts: int) -> str:
-        return trace(self._subject.model, **self._how(parts, rows=False))
+        return self._tagged(trace, **self._how(parts, rows=False))
+
+    def _tagged(self, traced: Callable[..., _T], **how: Any) -> _T:
+        """The result of ``traced`` on the model with its tags. Chosen tags are given up if the
+        model names regions itself, or cannot be traced with them."""
+        try:
+            return traced(self._subject.model, tags=self.tags, **how)
+        except (OwnRegions, CaptureError):
+            if not isinstance(self.tags, ChosenTags):
+                raise
+        self.tags = {}
+        return traced(self._subject.model, tags=self.tags, **how)
 
     def _how(self, parts: int, rows: bool) -> dict[str, Any]:
         """The arguments of both tracing functions. With ``rows``, outputs with rows are kept."""
         it = self._subject
-        names = ("inputs", "targets", "loss", "tags", "device", "precision")
+        names = ("inputs", "targets", "loss", "device", "precision")
         arguments = {name: getattr(it, name) for name in names} | {"microbatches": parts}
         size = Batch.of(it.inputs, it.targets).size // parts if rows else None
         arguments["outputs"] = None if it.outputs is None else NamedOutputs(it.outputs, size)

@@ -44,8 +44,9 @@ class Partition(Directive):
             if set(known) <= {"loss"}:
                 raise DirectiveError(
                     f"the model has no region {self.tag!r}, nor any other, to make "
-                    f"{counted(self.parts, 'stage')} of: name its regions with piper.annotate in "
-                    "the model, or by the paths of its modules with tags="
+                    f"{counted(self.parts, 'stage')} of: nothing in it repeats (two or more "
+                    "modules of one class in an nn.ModuleList or nn.Sequential); name its regions "
+                    "with piper.annotate in the model, or by the paths of its modules with tags="
                 )
             raise DirectiveError(f"no region is tagged {self.tag!r}; there are: {', '.join(known)}")
         if self.parts > len(regions):
@@ -82,7 +83,8 @@ class Partition(Directive):
 
     def _counts(self, dag: Dag, regions: Sequence[int], owners: Sequence[int]) -> list[int]:
         """The number of regions in each stage."""
-        by = dag.model.stages.get(self.into, self.by)
+        # one stage takes all regions, also in evaluation mode, where their number may differ
+        by = dag.model.stages.get(self.into, self.by) if self.parts > 1 else self.by
         if isinstance(by, Sequence) and not isinstance(by, str):
             counts = list(by)
             whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
