@@ -29,6 +29,7 @@ from tests.scripts.resumed import ROWS, WIDTH, batch
 
 ROOT = Path(__file__).parents[2]
 BATCHES = [batch(step) for step in range(4)]
+DATA = TensorDataset(*(torch.cat(x) for x in zip(*BATCHES, strict=True)))
 
 
 @functools.cache
@@ -150,9 +151,11 @@ def test_what_gives_no_batches(batches: Any, words: str, trainer: piper.Trainer)
 def test_a_tuple_is_a_batch_and_a_loader_is_many(trainer: piper.Trainer) -> None:
     assert float(trainer.step(BATCHES[0])) == whole(1)[0]
     assert float(trainer.evaluate(list(BATCHES[1]))) == float(trainer.evaluate(*BATCHES[1]))
-    for many, kind in ((iter(BATCHES), "list_iterator"), (BATCHES, "list")):
-        with pytest.raises(PiperError, match=rf"evaluate takes one batch, and a {kind} gives many"):
-            trainer.evaluate(many)
+    for many in (iter(BATCHES), BATCHES, DataLoader(DATA, ROWS), DataLoader(DATA, 3)):
+        evaluated = [float(trainer.evaluate(*batch)) for batch in BATCHES]
+        assert float(trainer.evaluate(many)) == pytest.approx(sum(evaluated) / 4)
+    with pytest.raises(PiperError, match=r"a list gives many: trainer\.fit\(batches\) trains"):
+        trainer.step(BATCHES)
     with pytest.raises(PiperError, match=r"DataLoader gives many: trainer\.fit\(batches\) trains"):
         trainer.step(DataLoader(TensorDataset(*BATCHES[0])))
 

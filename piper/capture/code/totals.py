@@ -6,7 +6,7 @@ part, and is passed to every part with its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,12 @@ class Totals:
 
     def of(self, batch: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The totals of a batch of ``rows`` rows."""
+        return self.of_sums(self.sums(batch, rows), self.parts)
+
+    def sums(self, batch: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """The terms of a batch of ``rows`` rows, summed over its parts."""
         size = rows // self.parts
-        return self.summed(
-            {i: self.part(_rows(batch, rows, i * size, size)) for i in range(self.parts)}
-        )
+        return summed(self.part(_rows(batch, rows, i * size, size)) for i in range(self.parts))
 
     def part(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The terms of one part."""
@@ -48,14 +50,16 @@ class Totals:
                 x.to(torch.float64) for x in module(*(tensors[r.index] for r in function.arguments))
             ]
 
-    def summed(self, parts: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-        """The totals from the terms of each part."""
-        each = zip(*(parts[i] for i in sorted(parts)), strict=True)
-        sums = [torch.stack(list(terms)).sum(0) for terms in each]
+    def of_sums(self, sums: Sequence[Tensor], parts: float) -> list[Tensor]:
+        """The totals from the terms summed over ``parts`` parts."""
         return [
-            _for_all(x / self.parts if mean else x)
-            for x, mean in zip(sums, self.means, strict=True)
+            _for_all(x / parts if mean else x) for x, mean in zip(sums, self.means, strict=True)
         ]
+
+
+def summed(parts: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    """The sums of the terms of all parts."""
+    return [torch.stack(list(terms)).sum(0) for terms in zip(*parts, strict=True)]
 
 
 def _rows(batch: Sequence[Tensor], rows: int, start: int, size: int) -> list[Tensor]:

@@ -120,6 +120,8 @@ class _Rewriting:
         """Nodes that depend on rows."""
         self._totals: dict[fx.Node, fx.Node] = {}
         """For each summed node, the input that holds its total."""
+        self._one: fx.Node | None = None
+        """One in each part, whose total is the number of parts."""
         self._counted: set[fx.Node] = set()
         """Nodes that are divided (or multiplied) by a total."""
         self._last = [*graph.find_nodes(op="placeholder")][-1]
@@ -363,10 +365,20 @@ class _Rewriting:
 
     def _share(self, x: fx.Node, dtype: torch.dtype, power: int, at: fx.Node) -> fx.Node:
         """``x`` divided by a power of the number of parts; exact if ``x`` is a multiple of it."""
-        wide = self._cast(x, torch.float64, at)
-        parts = float(self._parts ** abs(power))
+        share = self._cast(x, torch.float64, at)
         target = aten.div.Tensor if power > 0 else aten.mul.Tensor
-        return self._cast(self._call(target, (wide, parts), at), dtype, at)
+        for _ in range(abs(power)):
+            share = self._call(target, (share, self._part_count(at)), at)
+        return self._cast(share, dtype, at)
+
+    def _part_count(self, at: fx.Node) -> fx.Node:
+        """The number of parts. It is a total, too: an evaluation may take more than one batch."""
+        if self._one is None:
+            first = next(iter(self._ends.inputs))
+            wide = {"dtype": torch.float64}
+            self._one = self._call(aten.new_ones.default, (first, []), at, wide)
+            self._known[self._one] = _Known(_Kind.ADDED, degree=1)
+        return self._total(self._one)
 
     def _cast(self, x: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
         if x.meta["val"].dtype is dtype:

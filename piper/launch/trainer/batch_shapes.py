@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from piper.base.errors import PiperError
+from piper.capture.batch import Batch
 from piper.program.program import Program
 
 
@@ -23,6 +24,11 @@ class BatchShapes:
         self.first = first
         self.most = most
         self._known = {first.example.shapes: first}
+
+    def rows_of(self, batch: Batch) -> int | None:
+        """The rows of a batch of one of the known shapes; None for another shape."""
+        known = self._known.get(batch.shapes)
+        return None if known is None else known.example.size
 
     def program_for(self, batch: Sequence[Any]) -> Program:
         """The program for batches like ``batch``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from piper.base.errors import PiperError
+from piper.capture.batch import Batch
 from piper.capture.code.executables import Executables
+from piper.capture.code.totals import summed
 from piper.program.program import Program
 
 Pad = Sequence[Any] | Mapping[str, float | int]
@@ -22,29 +24,34 @@ def arguments_of(batch: Any) -> tuple[Any, ...]:
     return (batch,) if isinstance(batch, Mapping | Tensor) else tuple(batch)
 
 
-def unpacked(program: Program, batch: Sequence[Any], *, evaluated: bool) -> Sequence[Any]:
-    """The arguments of ``trainer.step`` or ``trainer.evaluate``; several batches are refused. A
-    single tuple or list, as loaders yield it, is unpacked into its arguments."""
-    if len(batch) != 1 or isinstance(batch[0], Tensor | Mapping):
-        return batch
-    (only,) = batch
-    expected = program.example.given
-    plain = all(isinstance(x, Tensor) for x in expected)
-    if isinstance(only, tuple | list):
-        many = plain and any(isinstance(x, tuple | list | Mapping) for x in only)
-    else:
-        arrays = hasattr(only, "shape") or isinstance(only, str | type(expected[0]))
-        many = isinstance(only, Iterable) and not arrays
-    if many:
-        kind = type(only).__name__
-        raise PiperError(
-            f"trainer.evaluate takes one batch, and a {kind} gives many: evaluate each of them, "
-            "for batch in batches: trainer.evaluate(*batch)"
-            if evaluated
-            else f"trainer.step takes one batch, and a {kind} gives many: trainer.fit(batches) "
-            "trains on all of them"
-        )
-    return tuple(only) if isinstance(only, tuple | list) and len(expected) != 1 else batch
+def batch_in(program: Program, given: Sequence[Any]) -> Sequence[Any] | None:
+    """The batch in the arguments of ``trainer.step`` or ``trainer.evaluate``; None if they are one
+    iterable of many. A batch may be one tuple or list, as loaders yield it."""
+    if len(given) != 1 or isinstance(given[0], Tensor | Mapping):
+        return given
+    (only,), example = given, program.example
+    if not isinstance(only, tuple | list):
+        arrays = hasattr(only, "shape") or isinstance(only, str | type(example.given[0]))
+        return None if isinstance(only, Iterable) and not arrays else given
+    if len(example.given) == 1 and len(only) == 1 and isinstance(only[0], Tensor):
+        return given
+    if not only or (not _is_built_like(example, only) and _is_built_like(example, only[0])):
+        return None
+    return tuple(only) if len(example.given) != 1 else given
+
+
+def batches_in(program: Program, given: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """The batches in the arguments of ``trainer.evaluate``: one, or many in an iterable."""
+    one = batch_in(program, given)
+    return iter([one]) if one is not None else map(arguments_of, given[0])
+
+
+def _is_built_like(example: Batch, batch: Any) -> bool:
+    try:
+        example.built_like(*arguments_of(batch))
+    except (PiperError, TypeError):
+        return False
+    return True
 
 
 def tensors_of(program: Program, batch: Sequence[Any]) -> list[Tensor]:
@@ -55,27 +62,22 @@ def tensors_of(program: Program, batch: Sequence[Any]) -> list[Tensor]:
         raise _advised(program, batch, error) from None
 
 
-def with_totals(program: Program, code: Executables, tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors of a whole batch, and the totals over the batch that ``code`` takes as inputs."""
-    if code.totals is None:
-        return tensors
-    return [*tensors, *code.totals.of(tensors, program.example.size)]
-
-
-def with_totals_of_all(
+def sums_of(
     program: Program,
     code: Executables,
     tensors: list[Tensor],
-    rows: Tensor,
+    rows: Tensor | None,
     everyone: Callable[[Any], list[Any]],
 ) -> list[Tensor]:
-    """Like ``with_totals``, for a batch of which each process has only some ``rows``; ``everyone``
-    all-gathers an object over the processes."""
-    totals = code.totals
+    """The terms of the totals that ``code`` takes as inputs, summed over a batch. Each process has
+    all of it, or only some ``rows``; ``everyone`` all-gathers an object over the processes."""
+    totals, whole = code.totals, program.example.size
     if totals is None:
-        return tensors
+        return []
+    if rows is None:
+        return totals.sums(tensors, whole)
     places = {row: place for place, row in enumerate(rows.tolist())}
-    size = program.example.size // totals.parts
+    size = whole // totals.parts
     mine: dict[int, list[Tensor]] = {}
     for part in range(totals.parts):
         own = range(part * size, (part + 1) * size)
@@ -84,7 +86,7 @@ def with_totals_of_all(
             taken = [x[at.to(x.device)] if _has(x, rows) else x for x in tensors]
             mine[part] = [x.cpu() for x in totals.part(taken)]
     parts = {part: terms for said in everyone(mine) for part, terms in said.items()}
-    return [*tensors, *totals.summed(parts)]
+    return summed(terms for _, terms in sorted(parts.items()))
 
 
 def _has(x: Tensor, rows: Tensor) -> bool:
@@ -197,6 +199,23 @@ def _tensors(batch: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
+def rows_in(example: Batch, batch: Batch) -> int:
+    """The number of rows of a batch that is built like ``example``."""
+    leaves = zip(example.leaves, batch.leaves, strict=True)
+    own = [x for like, x in leaves if isinstance(like, Tensor) and example.has_rows(like)]
+    counts = {x.shape[0] if isinstance(x, Tensor) and x.dim() else None for x in own}
+    if len(counts) == 1 and (count := counts.pop()) is not None:
+        return count
+    assert batch.size  # raises if tensors disagree
+    return example.like(*batch.given).size  # refused, unless no tensor has rows
+
+
 def first_tensor(batch: Sequence[Any]) -> Tensor | None:
     """The first tensor of a batch as given, without padding."""
     return next(iter(_tensors(batch)), None)
+
+
+def tokens_of(example: Batch, rows: int) -> int:
+    """The elements of the first tensor of a batch with so many rows."""
+    first = example.tensors[0]
+    return first.numel() * rows // example.size if example.has_rows(first) else first.numel()

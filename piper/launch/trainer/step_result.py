@@ -23,7 +23,7 @@ def _module(piece: ChunkSignature) -> str:
     return ".".join(steps[0] for steps in same) or piece.name
 
 
-def _rows(returned: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:
+def rows_by_value(returned: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:
     """The outputs with rows, by value, concatenated from the row blocks."""
     blocks: dict[int, list[Tensor]] = {}
     for (value, _), rows in sorted(returned.items(), key=lambda item: item[0]):
@@ -47,16 +47,15 @@ class StepResult:
         program: Program,
         seconds: float,
         tokens: int,
-        rows: int | None = None,
+        rows: Mapping[int, Tensor] | None = None,
         *,
         evaluated: bool = False,
     ) -> None:
-        """``rows`` is the number of rows before padding, if the batch was padded."""
+        """``rows`` are the outputs with rows, by value."""
         self._report = report
         self._program = program
-        self._rows = rows
+        self._rows = rows or {}
         self._evaluated = evaluated
-        self._filled = rows is not None and rows < program.example.size
         self.seconds = seconds
         self.tokens = tokens
         """Elements of the first input: tokens, for a language model."""
@@ -117,12 +116,11 @@ class StepResult:
         they would include the padding."""
         self._report.scalars()
         code = self._program.codes[self._evaluated]
-        rows = _rows(self._report.returned)
         outputs = {}
         for name, value in code.outputs.items():
-            if value in rows:
-                outputs[name] = rows[value][: self._rows]
-            elif value in self._report.outputs and not self._filled:
+            if value in self._rows:
+                outputs[name] = self._rows[value]
+            elif value in self._report.outputs:
                 dtype = next(iter(code.values.values()))[value].dtype
                 mean = self._report.outputs[value]
                 outputs[name] = mean.to(dtype) if dtype.is_floating_point else mean

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +20,12 @@ from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.base.paths import path_of
 from piper.base.tracking import Alive
+from piper.capture.code.executables import Executables
+from piper.capture.code.totals import Totals, summed
 from piper.launch import running
-from piper.launch.device.report import ProfileKind, Report
+from piper.launch.device.report import ProfileKind
 from piper.launch.device.worker_group import WorkerGroup, everyone
+from piper.launch.evaluation.pieces import EvaluationSums, RowPiece, RowPieces
 from piper.launch.state.background_saves import BackgroundSave, PendingSave
 from piper.launch.state.export_model import export
 from piper.launch.state.saving import load, save, tensor_of, whole_state
@@ -29,13 +33,15 @@ from piper.launch.state.switch import Change, changes_named, switch
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import (
     Pad,
+    batch_in,
+    batches_in,
     first_tensor,
     padded,
+    rows_in,
+    sums_of,
     tensors_of,
     tensors_of_rows,
-    unpacked,
-    with_totals,
-    with_totals_of_all,
+    tokens_of,
 )
 from piper.launch.trainer.callback import Callback, checked_callbacks
 from piper.launch.trainer.data_position import BatchSource, Position
@@ -143,8 +149,7 @@ class Trainer:
             )
         with self._undisturbed():
             self.settle_save(wait=False)
-            run = partial(running.train, report=report, own_rows=rows)
-            result = self._run(run, batch, pad, rows=rows)
+            result = self._step(batch, pad, report=report, rows=rows)
             self.steps += 1
         if (loss := result.loss_on_host) is not None:
             self.notices.look_at(self.steps, loss)
@@ -157,10 +162,59 @@ class Trainer:
         return result
 
     def evaluate(self, *batch: Any, pad: Pad | None = None, rows: bool = False) -> StepResult:
-        """Compute the loss and the outputs of one batch in evaluation mode; nothing changes."""
+        """Compute the loss and the outputs of one batch, or of all batches of a loader, in
+        evaluation mode; nothing changes.
+
+        Batches may have any number of rows. The loss is that of all rows together: the mean over
+        them, or over the targets that count. Outputs with rows are concatenated, single numbers are
+        averaged. Rows that do not fill a batch are repeated, in several forwards, so that all
+        count equally; with ``pad`` they are filled up as in ``step``."""
+        start = time.perf_counter()
+        self.failed = True
+        found: Iterable[RowPiece] = self._pieces(batches_in(self.program, batch), pad, rows=rows)
+        totals: list[Tensor] = []
+        if (wanted := self.program.codes[1].totals) is not None:
+            found = list(found)
+            totals = self._totals_of(wanted, found, rows=rows)
+        sums = EvaluationSums()
+        for piece in found:
+            with self._undisturbed():
+                self._go_to_shape_of(piece.batch, rows=rows)
+                given = [*self._tensors(piece.batch, rows=rows), *totals]
+                report = running.evaluate(self._whole, self.program, given, own_rows=rows)
+                sums.add(report, self.program, piece)
         with self._undisturbed():
-            run = partial(running.evaluate, own_rows=rows)
-            return self._run(run, batch, pad, rows=rows, evaluated=True)
+            report = sums.report(self.program)
+            self.failed = False
+            seconds = time.perf_counter() - start
+            return StepResult(report, self.program, seconds, sums.tokens, sums.rows, evaluated=True)
+
+    def _pieces(
+        self, batches: Iterable[Sequence[Any]], pad: Pad | None, *, rows: bool
+    ) -> Iterator[RowPiece]:
+        """All batches in pieces of the program's size."""
+        pieces = RowPieces(self._shapes, pad, rows=rows)
+        for batch in batches:
+            with self._undisturbed():
+                found = pieces.of(batch)
+            yield from found
+        with self._undisturbed():
+            found = pieces.rest()
+        yield from found
+
+    def _totals_of(self, totals: Totals, pieces: Sequence[RowPiece], *, rows: bool) -> list[Tensor]:
+        """The totals over all rows, as inputs of every piece."""
+        if not pieces:
+            return []
+        sums = []
+        with self._undisturbed():
+            for piece in pieces:
+                program = self._program_for(piece.batch, rows=rows)
+                tensors = self._tensors(piece.batch, program, rows=rows)
+                terms = self._sums(program.codes[1], tensors, rows=rows)
+                sums.append([x / piece.copies for x in terms])
+            parts = sum(totals.parts / piece.copies for piece in pieces)
+            return totals.of_sums(summed(sums), parts)
 
     def profile(self, *batch: Any, steps: int = 1, kernels: bool = False) -> Profile:
         """Train ``steps`` times on one global batch, and time every instruction of every device:
@@ -171,7 +225,7 @@ class Trainer:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise PiperError(f"steps={steps!r} must be a whole number from 1 on")
         with self._undisturbed():
-            tensors = self._tensors(batch or self.example)
+            tensors = self._inputs(batch or self.example)
         measured = []
         for step in range(steps):
             last = kernels and step == steps - 1
@@ -200,7 +254,7 @@ class Trainer:
         state: measure a later one.
         """
         with self._undisturbed():
-            tensors = self._tensors(batch)
+            tensors = self._inputs(batch)
             report = running.profile(self._whole, self.program, tensors, ProfileKind.MEMORY)
             self.steps += 1
         return dict(sorted(report.alive.items()))
@@ -419,13 +473,17 @@ class Trainer:
             )
         return self._devices
 
-    def _go_to_shape_of(self, batch: Sequence[Any]) -> None:
-        """Switch to the program for batches of this shape, if several shapes are allowed."""
-        if self._shapes.most:
-            wanted = self._shapes.program_for(batch)
-            if wanted is not self.program:
-                # the same model by construction, traced at other sizes
-                self._go_on_with(wanted, frozenset({Change.MODEL, Change.LOSS}))
+    def _program_for(self, batch: Sequence[Any], *, rows: bool) -> Program:
+        """The program for batches of this shape, if several shapes are allowed."""
+        several = self._shapes.most and not rows
+        return self._shapes.program_for(batch) if several else self.program
+
+    def _go_to_shape_of(self, batch: Sequence[Any], *, rows: bool) -> None:
+        """Switch to the program for batches of this shape."""
+        wanted = self._program_for(batch, rows=rows)
+        if wanted is not self.program:
+            # the same model by construction, traced at other sizes
+            self._go_on_with(wanted, frozenset({Change.MODEL, Change.LOSS}))
 
     def _go_on_with(self, program: Program, allow: frozenset[Change]) -> None:
         self.settle_save()  # with the devices that began it
@@ -434,41 +492,46 @@ class Trainer:
         vars(self).pop("rows", None)  # cached
 
     def _tensors(
-        self, batch: Sequence[Any], *, rows: bool = False, evaluated: bool = False
+        self, batch: Sequence[Any], program: Program | None = None, *, rows: bool
     ) -> list[Tensor]:
-        """The input tensors of a step, from a batch or from this process's rows of it."""
-        program = self.program
-        code = program.codes[evaluated]
-        if not rows:
-            return with_totals(program, code, tensors_of(program, batch))
-        tensors = tensors_of_rows(program, self.rows, batch)
-        return with_totals_of_all(
-            program, code, tensors, self.rows, partial(everyone, self._devices)
-        )
+        """The tensors of a batch, or of this process's rows of it."""
+        if rows:
+            return tensors_of_rows(self.program, self.rows, batch)
+        return tensors_of(program or self.program, batch)
 
-    def _run(
-        self,
-        run: Any,
-        batch: Sequence[Any],
-        pad: Pad | None,
-        *,
-        rows: bool,
-        evaluated: bool = False,
+    def _sums(self, code: Executables, tensors: list[Tensor], *, rows: bool) -> list[Tensor]:
+        """The terms of the totals that ``code`` takes, summed over the whole batch."""
+        own, gather = self.rows if rows else None, partial(everyone, self._devices)
+        return sums_of(self.program, code, tensors, own, gather)
+
+    def _inputs(self, batch: Sequence[Any], *, rows: bool = False) -> list[Tensor]:
+        """The input tensors of a training step."""
+        tensors, code = self._tensors(batch, rows=rows), self.program.codes[0]
+        if (totals := code.totals) is None:
+            return tensors
+        return [*tensors, *totals.of_sums(self._sums(code, tensors, rows=rows), totals.parts)]
+
+    def _step(
+        self, given: Sequence[Any], pad: Pad | None, *, report: bool, rows: bool
     ) -> StepResult:
         start = time.perf_counter()
         self.failed = True
-        batch = unpacked(self.program, batch, evaluated=evaluated)
+        batch = batch_in(self.program, given)
+        if batch is None:
+            raise PiperError(
+                f"trainer.step takes one batch, and a {type(given[0]).__name__} gives many: "
+                "trainer.fit(batches) trains on all of them"
+            )
         whole = padded(self._shapes.first, batch, pad, rows=rows)
-        if not rows:
-            self._go_to_shape_of(whole)
-        tensors = self._tensors(whole, rows=rows, evaluated=evaluated)
-        report: Report = run(self._whole, self.program, tensors)
+        self._go_to_shape_of(whole, rows=rows)
+        tensors = self._inputs(whole, rows=rows)
+        found = running.train(self._whole, self.program, tensors, report=report, own_rows=rows)
         seconds = time.perf_counter() - start
         self.failed = False
-        given = first_tensor(batch) if pad is not None else tensors[0]
-        if rows or given is None:
-            given = self.program.example.tensors[0]  # of all processes
-        filled = pad is not None and not rows and given.dim() > 0
-        size = given.shape[0] if filled else None
-        tokens = given.numel()
-        return StepResult(report, self.program, seconds, tokens, size, evaluated=evaluated)
+        example = self.program.example
+        count = example.size if pad is None else rows_in(example, example.built_like(*batch))
+        if count != example.size:  # single numbers would include the padding
+            found = replace(found, outputs={})
+        first = first_tensor(batch) if pad is not None else None
+        tokens = tokens_of(example, count) if first is None else first.numel()
+        return StepResult(found, self.program, seconds, tokens)
