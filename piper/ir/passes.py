@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from piper.base.codec import ArrayRecord, Count
 
 
 class Pass(Enum):
@@ -51,13 +52,12 @@ BUNDLES = (*SAVED, Kind.BI_SAVED, Kind.PARAMETER_GRAD)
 """Kinds whose tensors are together one value in a plan."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(ArrayRecord, frozen=True):
     """The ``index``-th tensor of a kind."""
 
     kind: Kind
-    index: int
-    term: int = 0
+    index: Count
+    term: Count = 0
     """For the gradient of an input that later chunks read too: the number of the term. The chunk
     makes one term per use."""
 

@@ -25,7 +25,7 @@ from piper.base.reading import MalformedError, shown, within, wrong
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.graphs import is_random, module_of
 from piper.capture.operators.registry import check_arguments, operator_named
-from piper.ir.passes import Kind, Pass, Ref
+from piper.ir.passes import Pass, Ref
 from piper.ir.tensors import TensorSpec
 
 Json = Any
@@ -45,42 +45,40 @@ class _NodeFile(ArrayRecord, frozen=True):
 
 class _FunctionFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     graph: tuple[_NodeFile, ...]
-    arguments: tuple[str, ...]
-    results: tuple[str, ...]
+    arguments: tuple[Ref, ...]
+    results: tuple[Ref, ...]
     flops: Count
     moved: Count
     moved_fused: Count
     workspace: Count
-    consumes: tuple[str, ...]
+    consumes: tuple[Ref, ...]
 
 
 class _ProgramFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     functions: Mapping[Pass, _FunctionFile]
-    specs: Mapping[str, TensorSpec]
+    specs: tuple[tuple[Ref, TensorSpec], ...]
+
+
+_SAME = ("arguments", "results", "flops", "moved", "moved_fused", "workspace")
+"""The fields of a ``Function`` that its file has as they are."""
 
 
 def program_to_json(program: ChunkProgram) -> Json:
     functions = {
         which: _FunctionFile(
             graph=_graph_to_file(function.module.graph),
-            arguments=tuple(map(str, function.arguments)),
-            results=tuple(map(str, function.results)),
-            flops=function.flops,
-            moved=function.moved,
-            moved_fused=function.moved_fused,
-            workspace=function.workspace,
-            consumes=tuple(sorted(map(str, function.consumes))),
+            consumes=tuple(sorted(function.consumes, key=str)),
+            **{name: getattr(function, name) for name in _SAME},
         )
         for which, function in program.functions.items()
     }
-    specs = {str(ref): spec for ref, spec in program.specs.items()}
-    return encode(_ProgramFile, _ProgramFile(functions, specs))
+    return encode(_ProgramFile, _ProgramFile(functions, tuple(program.specs.items())))
 
 
 def program_from_json(data: Json, device: torch.device) -> ChunkProgram:
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
     file: _ProgramFile = decode(_ProgramFile, data)
-    specs = {_ref(written): spec for written, spec in file.specs.items()}
+    specs = dict(file.specs)
     functions = {}
     with within("functions"):
         if Pass.F not in file.functions:
@@ -94,28 +92,21 @@ def program_from_json(data: Json, device: torch.device) -> ChunkProgram:
 def _function_from_file(
     file: _FunctionFile, specs: Mapping[Ref, TensorSpec], mode: FakeTensorMode, device: torch.device
 ) -> Function:
-    ends = [tuple(map(_ref, refs)) for refs in (file.arguments, file.results, file.consumes)]
-    for refs in ends:
+    for refs in (file.arguments, file.results, file.consumes):
         if unknown := set(refs) - specs.keys():
             raise MalformedError(f"nothing is said of {unknown.pop()} in specs")
         if len(set(refs)) != len(refs):
             raise MalformedError("an argument or a result is there twice")
-    arguments, results, consumes = ends
-    if not set(consumes).issubset(arguments):
+    if not set(file.consumes).issubset(file.arguments):
         raise MalformedError("what is consumed must be among the arguments")
     with within("graph"):
         module = _graph_from_file(file.graph, mode, device)
-        _check_ends(module.graph, arguments, results, specs)
+        _check_ends(module.graph, file.arguments, file.results, specs)
     return Function(
         module=module,
-        arguments=arguments,
-        results=results,
-        flops=file.flops,
-        moved=file.moved,
-        moved_fused=file.moved_fused,
-        workspace=file.workspace,
         random=any(is_random(node) for node in module.graph.nodes),
-        consumes=frozenset(consumes),
+        consumes=frozenset(file.consumes),
+        **{name: getattr(file, name) for name in _SAME},
     )
 
 
@@ -136,17 +127,6 @@ def _check_ends(
             value = node.meta.get("val") if isinstance(node, fx.Node) else None
             if not isinstance(value, Tensor) or TensorSpec.of(value) != specs[ref]:
                 raise MalformedError(f"its {what} disagree with specs about {ref}")
-
-
-_REF = re.compile(r"([a-z_]+)(0|[1-9]\d{0,8})(?:\+([1-9]\d{0,8}))?", re.ASCII)
-_KINDS = {kind.value: kind for kind in Kind}
-
-
-def _ref(written: str) -> Ref:
-    match = _REF.fullmatch(written)
-    if match is None or match[1] not in _KINDS:
-        raise wrong(written, f"a kind of tensor and a number: {', '.join(_KINDS)}")
-    return Ref(_KINDS[match[1]], int(match[2]), int(match[3] or 0))
 
 
 def _graph_to_file(graph: fx.Graph) -> tuple[_NodeFile, ...]:
