@@ -41,6 +41,7 @@ from work import evenly
 
 import piper
 from piper.models import DenseConfig, DenseTransformer, lm_loss
+from piper.program.storage import with_plans
 from piper.strategies import mesh
 
 LEVELS = range(4)
@@ -144,7 +145,7 @@ def predicted(case: Case) -> dict[int, Predicted]:
     program = compiled(case, 0)
     found = {}
     for zero in LEVELS:
-        lowered = replace(program, strategy=strategy(case, zero)).lowered
+        lowered = with_plans(replace(program, strategy=strategy(case, zero)), piper.Program).lowered
         most = max(range(len(lowered.memory)), key=lambda i: lowered.memory[i].peak)
         memory = lowered.memory[most]
         at = lowered.plans[most].instructions[memory.peak_at].name

@@ -22,13 +22,13 @@ from piper.ir.dag.facts import Model
 from piper.ir.passes import Kind, Ref
 from piper.ir.rules import ShardRule
 from piper.ir.tensors import TensorSpec
-from piper.program.compiled import Compiled, Step
+from piper.program.compiled import Parts, Step
 
 _DEFAULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _STEPS = ("training", "evaluation")
 
 
-def check(program: Compiled) -> None:
+def check(program: Parts) -> None:
     """Refuse inconsistent parts of a program that has no plans yet."""
     program.training.check()
     if program.training.default_dtype not in _DEFAULTS:
@@ -49,7 +49,7 @@ def check(program: Compiled) -> None:
         _check_names(program)
 
 
-def check_placed(program: Compiled, training: Dag, evaluation: Dag) -> None:
+def check_placed(program: Parts, training: Dag, evaluation: Dag) -> None:
     """Refuse code that was not made for the strategy. The DAGs are those of the strategy applied to
     the facts of each mode."""
     for name, dag, step in zip(_STEPS, (training, evaluation), program.steps, strict=True):
@@ -62,7 +62,7 @@ def check_placed(program: Compiled, training: Dag, evaluation: Dag) -> None:
             _check_example(program, step.code, dag, run)
 
 
-def _check_facts(step: Step, program: Compiled) -> None:
+def _check_facts(step: Step, program: Parts) -> None:
     """The facts are those of the code, as far as it says them."""
     code, facts = step.code, step.facts
     if not facts.models.keys() == code.programs.keys() == code.values.keys():
@@ -82,7 +82,7 @@ def _check_facts(step: Step, program: Compiled) -> None:
                 raise MalformedError(f"models[{n}].{name}: the code says otherwise")
 
 
-def _said(model: Model, code: Executables, n: int, program: Compiled) -> Model:
+def _said(model: Model, code: Executables, n: int, program: Parts) -> Model:
     """``model`` with everything that the code for groups of ``n`` devices says of it."""
     pairs = list(zip(code.pieces, code.programs[n], strict=True))
     return replace(
@@ -152,7 +152,7 @@ def _check_ends(
                 raise MalformedError(f"its {kind.value} {i} is {own}, but value {value} is {other}")
 
 
-def _check_names(program: Compiled) -> None:
+def _check_names(program: Parts) -> None:
     names = program.names
     if names.keys.keys() != names.shapes.keys():
         raise MalformedError("keys and shapes are of different tensors")
@@ -166,9 +166,7 @@ def _check_names(program: Compiled) -> None:
             )
 
 
-def _check_example(
-    program: Compiled, code: Executables, dag: Dag, run: set[tuple[int, int]]
-) -> None:
+def _check_example(program: Parts, code: Executables, dag: Dag, run: set[tuple[int, int]]) -> None:
     """The code takes the tensors of the example."""
     tensors = program.example.tensors
     microbatches = dag.microbatches[1] if dag.microbatches else 1

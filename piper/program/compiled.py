@@ -1,4 +1,4 @@
-"""A compiled program as data: the plan of every device, and the inputs it was made from."""
+"""A compiled program as data: the parts that it is made from, and what lowering makes of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from piper.capture.batch import Batch
 from piper.capture.code.codegen import Compiler
 from piper.capture.code.executables import Executables
 from piper.capture.trace.computation import Computation
-from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Facts, Model
 from piper.ir.ops import Compute
@@ -25,7 +24,7 @@ from piper.ir.plan.plan import Plan
 from piper.ir.rules import Bucket, StreamRule
 from piper.ir.shards import RANK
 from piper.ir.tensors import TensorSpec
-from piper.lower.lower import Settings, lower
+from piper.lower.lower import Settings
 from piper.state.optimizer.training import Training
 from piper.state.weights.first_tensors import FirstTensor
 from piper.state.weights.matching import located
@@ -59,9 +58,9 @@ class Step:
         raise PiperError(f"the program has no device {device}; it runs on {devices}")
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A model compiled under a strategy."""
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A model and a strategy, ready to be lowered; a file holds these."""
 
     strategy: Strategy
     training: Training
@@ -70,13 +69,6 @@ class Compiled:
     settings: Settings
     training_step: Step = field(repr=False)
     evaluation_step: Step = field(repr=False)
-    memory: tuple[Memory, ...] = field(repr=False)
-    """The memory of each rank class, in the order of ``plans``."""
-    buckets: tuple[Bucket, ...] = field(repr=False)
-    """Parameters that are reduced, updated and gathered together."""
-    streams: Mapping[str, StreamRule]
-    microbatches: int
-    """The number of microbatches of a step."""
     example: Batch = field(repr=False)
     names: StateNames = field(repr=False)
     device: torch.device
@@ -84,41 +76,15 @@ class Compiled:
     computation: Computation | None = field(repr=False)
     """The traced computation of the model and the loss; None if an earlier version of Piper, which
     did not keep it, saved the program."""
-    again: Callable[[Batch], Compiled] | None = field(default=None, repr=False, compare=False)
-    """Compiles the same model for batches of other shapes; None for a loaded program, which has no
-    model."""
     frozen: frozenset[str] | None = field(default=None, repr=False, compare=False)
     """The parameters that did not require grad; None for a loaded program."""
     given: str | None = field(default=None, repr=False, compare=False)
     """A digest of what was compiled, to compare with other processes; None if there are none."""
 
-    @cached_property
-    def lowered(self) -> Lowered:
-        """The full result of lowering."""
-        placed = self.strategy.apply(build(self.training_step.facts.whole))
-        return lower(placed, self.models, self.settings)
-
-    @cached_property
-    def located(self) -> Mapping[str, FirstTensor] | None:
-        """The initial weights in files, by name; None if they do not come from files."""
-        source = self.source
-        if source is None or not isinstance(source.init, WeightFiles):
-            return None
-        return located(source, self.names, source.init)
-
     @property
     def steps(self) -> tuple[Step, Step]:
         """The steps of training and of evaluation."""
         return self.training_step, self.evaluation_step
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plans of a training step, one for each rank equivalence class."""
-        return self.training_step.plans
-
-    def with_plans(self, plans: tuple[Plan, ...]) -> Self:
-        """This program with other plans of its training step."""
-        return replace(self, training_step=replace(self.training_step, plans=plans), given=None)
 
     @property
     def codes(self) -> tuple[Executables, Executables]:
@@ -130,10 +96,61 @@ class Compiled:
         """The model's facts at the shapes of each group size."""
         return self.training_step.facts.models
 
+    @cached_property
+    def parameters(self) -> Mapping[str, TensorSpec]:
+        """The full specs of all parameters that training or evaluation uses."""
+        training, evaluation = self.codes
+        return {**evaluation.parameters, **training.parameters}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled(Parts):
+    """A model compiled under a strategy."""
+
+    lowered: Lowered = field(repr=False)
+    """The lowered training step."""
+    buckets: tuple[Bucket, ...] = field(repr=False)
+    """Parameters that are reduced, updated and gathered together."""
+    again: Callable[[Batch], Compiled] | None = field(default=None, repr=False, compare=False)
+    """Compiles the same model for batches of other shapes; None for a loaded program, which has no
+    model."""
+
+    @cached_property
+    def located(self) -> Mapping[str, FirstTensor] | None:
+        """The initial weights in files, by name; None if they do not come from files."""
+        source = self.source
+        if source is None or not isinstance(source.init, WeightFiles):
+            return None
+        return located(source, self.names, source.init)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of a training step, one for each rank equivalence class."""
+        return self.training_step.plans
+
+    def with_plans(self, plans: tuple[Plan, ...]) -> Self:
+        """This program with other plans of its training step."""
+        return replace(self, training_step=replace(self.training_step, plans=plans), given=None)
+
     @property
     def dag(self) -> Dag:
         """The lowered DAG of the whole step over all devices."""
         return self.lowered.dag
+
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        """The memory of each rank class, in the order of ``plans``."""
+        return self.lowered.memory
+
+    @property
+    def streams(self) -> Mapping[str, StreamRule]:
+        """The streams with settings of their own, by name."""
+        return self.dag.streams
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches of a step."""
+        return self.dag.microbatches[1] if self.dag.microbatches else 1
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -169,12 +186,6 @@ class Compiled:
         """The number of losses, over microbatches and devices, that the reported loss averages. A
         loss of a group smaller than the largest counts as several."""
         return len(self.loss_groups) * max(self.loss_groups)
-
-    @cached_property
-    def parameters(self) -> Mapping[str, TensorSpec]:
-        """The full specs of all parameters that training or evaluation uses."""
-        training, evaluation = self.codes
-        return {**evaluation.parameters, **training.parameters}
 
     @cached_property
     def trained(self) -> Mapping[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ pass them again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -68,9 +68,7 @@ class Program(Compiled):
         """The program of the step after a background save: its plans also copy the saved state of
         each bucket to the host, before the bucket's update."""
         lowered = saving(replace(self.lowered, plans=self.plans), self.models, self.settings)
-        program = replace(self.with_plans(lowered.plans), memory=lowered.memory)
-        vars(program)["lowered"] = lowered
-        return program
+        return replace(self.with_plans(lowered.plans), lowered=lowered)
 
     @property
     def schedule(self) -> Timetable:
@@ -115,13 +113,6 @@ class Program(Compiled):
         storage.save(self, path_of(path))
 
     @staticmethod
-    def of(compiled: Compiled) -> Program:
-        """``compiled`` as a ``Program``."""
-        program = Program(**{f.name: getattr(compiled, f.name) for f in fields(compiled)})
-        vars(program)["lowered"] = compiled.lowered
-        return program
-
-    @staticmethod
     def load(
         path: str | Path,
         *,
@@ -131,16 +122,14 @@ class Program(Compiled):
     ) -> Program:
         """The program in the folder ``path``. Weights and callables are given again. The optimizer
         may differ from the one at compilation: plans are made for the one given here."""
-        read = storage.load(path_of(path), source, optimizer, scheduler)
-        program = Program.of(read)
+        program = storage.load(path_of(path), source, optimizer, scheduler, Program)
         if optimizer is None:
             return program
         with without_modes(program.training.default_dtype):
             try_scheduler(optimizer, scheduler, program.trained)
             cost = cost_of(optimizer, program.trained, program.device)
             if cost != program.settings.optimizer:
-                program = storage.with_plans(
-                    replace(program, settings=replace(program.settings, optimizer=cost))
-                )
+                settings = replace(program.settings, optimizer=cost)
+                program = storage.with_plans(replace(program, settings=settings), Program)
             check_factory(optimizer, cost, program.dag, program.trained, program.device)
         return program

@@ -16,7 +16,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -48,7 +48,7 @@ from piper.ir.tensors import TensorSpec
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.program.checks import check, check_placed
-from piper.program.compiled import Compiled, Step
+from piper.program.compiled import Compiled, Parts, Step
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.scheduler import SchedulerFactory
 from piper.state.optimizer.training import Training
@@ -164,7 +164,7 @@ def _plain_costs(program: Compiled) -> Costs | Answers:
     if isinstance(program.settings.costs, Costs):
         return program.settings.costs
     asked = Asked(program.settings.costs)
-    with_plans(replace(program, settings=replace(program.settings, costs=asked)))
+    with_plans(replace(program, settings=replace(program.settings, costs=asked)), Compiled)
     return asked.answers
 
 
@@ -173,7 +173,8 @@ def load(
     source: Source | None,
     optimizer: OptimizerFactory | None,
     scheduler: SchedulerFactory | None,
-) -> Compiled:
+    kind: type[C],
+) -> C:
     """The program in ``folder``. The optimizer must be one that its settings were made for."""
     files = folders.read(folder, _FORMAT, ("program.json", "graphs.json", "constants.pt"))
     with _reading(folder, "constants.pt"):
@@ -185,7 +186,7 @@ def load(
         graphs = rows(parsed(files["graphs.json"]), lambda x: program_from_json(x, device))
     with _reading(folder, "program.json"):
         training = _step_from_file(file.training, graphs, constants[0])
-        read = Compiled(
+        read = Parts(
             strategy=Strategy.from_json(file.strategy),
             training=Training(
                 optimizer, scheduler, file.clip_norm, file.precision, file.seed, file.on_nan,
@@ -198,17 +199,13 @@ def load(
             evaluation_step=_step_from_file(
                 file.evaluation, graphs, constants[1], training.facts
             ),
-            memory=(),
-            buckets=(),
-            streams={},
-            microbatches=1,
             example=_example_from_file(file.example),
             device=device,
             compiler=compiler_named(file.compiler),
             computation=file.computation,
         )  # fmt: skip
         check(read)
-        return with_plans(read)
+        return with_plans(read, kind)
 
 
 @contextmanager
@@ -225,8 +222,8 @@ def _reading(folder: Path, name: str) -> Iterator[None]:
         ) from error
 
 
-def with_plans(read: C) -> C:
-    """``read`` with the plans that lowering makes from its parts."""
+def with_plans(read: Parts, kind: type[C]) -> C:
+    """``read`` with the plans that lowering makes from it."""
     training, evaluation = read.steps
     placed = read.strategy.apply(build(training.facts.whole))
     again = placed
@@ -235,17 +232,10 @@ def with_plans(read: C) -> C:
     check_placed(read, placed, again)
     lowered = lower(placed, training.facts.models, read.settings)
     forwards = lower_forwards(again, evaluation.facts.models, read.settings, lowered.dag)
-    program = replace(
-        read,
-        training_step=replace(training, plans=lowered.plans),
-        evaluation_step=replace(evaluation, plans=forwards.plans),
-        memory=lowered.memory,
-        buckets=forwards.dag.buckets,
-        streams=lowered.dag.streams,
-        microbatches=placed.microbatches[1] if placed.microbatches else 1,
-    )
-    vars(program)["lowered"] = lowered
-    return program
+    parts = {field.name: getattr(read, field.name) for field in fields(Parts)}
+    parts["training_step"] = replace(training, plans=lowered.plans)
+    parts["evaluation_step"] = replace(evaluation, plans=forwards.plans)
+    return kind(**parts, lowered=lowered, buckets=forwards.dag.buckets)
 
 
 def _constants(content: bytes) -> list[dict[str, Tensor]]:

@@ -21,6 +21,7 @@ from piper.ir.ops import Collective
 from piper.ir.plan.instructions import Verb
 from piper.ir.plan.plan import Plan
 from piper.lower.lower import Settings, lower
+from piper.program.storage import with_plans
 from piper.runtime.instructions.expert_rows import packed, padded
 from piper.strategies import mesh
 from tests.facts import at, dropless
@@ -378,7 +379,7 @@ def test_rows_follow_their_counts() -> None:
         passes = [c for c in between if plan.instructions[c].verb is Verb.COMPUTE]
         assert not passes or passes[-1] in plan.instructions[pc].waits
     gpu = replace(program.settings, gpu=True)
-    (plan,) = replace(program, settings=gpu).lowered.plans
+    (plan,) = with_plans(replace(program, settings=gpu), piper.Program).plans
     assert ", by the host" in str(plan)
     assert counts_ended(plan) == 2, "one in each microbatch"
     assert Plan.parse(str(plan)) == plan

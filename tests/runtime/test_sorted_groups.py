@@ -19,6 +19,7 @@ from piper.ir.dag.build import build
 from piper.ir.overlaps import most_overlaps
 from piper.ir.plan.plan import Plan
 from piper.lower.lower import Settings, lower
+from piper.program.storage import with_plans
 from piper.runtime.instructions.expert_rows import counts_within, merged, own_counts, unmerged
 from piper.state.device.device_state import DeviceState
 from piper.strategies import mesh
@@ -298,8 +299,8 @@ def test_rows_without_an_expert(
     given = routed(random_choice(experts=EXPERTS + 1))
     program = capture(given, model).compile(apart(rest, experts))
     if not waits:
-        program = replace(program, settings=replace(program.settings, gpu=True))
-        program = program.with_plans(program.lowered.plans)
+        settings = replace(program.settings, gpu=True)
+        program = with_plans(replace(program, settings=settings), piper.Program)
         assert all(", padded" in str(plan) for plan in program.plans if 0 in plan.devices)
         always = property(lambda _: True, lambda *_: None)
         monkeypatch.setattr(DeviceState, "capturable", always, raising=False)

@@ -290,10 +290,8 @@ class Capture:
             settings=settings,
             training_step=Step(placed.facts, placed.code, lowered.plans),
             evaluation_step=Step(evaluation.facts, evaluation.code, forwards.plans),
-            memory=lowered.memory,
+            lowered=lowered,
             buckets=forwards.dag.buckets,  # of training, then those that only evaluation uses
-            streams=lowered.dag.streams,
-            microbatches=shape.microbatches,
             example=first.example,
             device=first.device,
             compiler=first.compiler,
@@ -302,7 +300,6 @@ class Capture:
             frozen=self._frozen,
             given=given,
         )
-        vars(program)["lowered"] = lowered  # fill the cached property: lowering runs once
         _ = program.located  # refuse weight files that do not match, now
         for waste in program.waste:
             if waste.share > LARGE:
