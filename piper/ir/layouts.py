@@ -36,11 +36,6 @@ class Layout:
         return ", ".join(shown) or "whole"
 
 
-def everywhere(mesh: Mesh, placement: Placement) -> Layout:
-    """``placement`` along every axis of ``mesh``."""
-    return Layout(mesh, (placement,) * len(mesh.axes))
-
-
 class BucketLayouts:
     """A bucket of parameters on the devices that hold it. Parameters are sharded along ``ep``
     (experts) or a tensor parallel axis. Copies are replicated along ``replicate``, and along
@@ -51,7 +46,8 @@ class BucketLayouts:
         axis = bucket.axis if bucket.axis not in ("replicate", "alike", "shard") else "ep"
         sizes = {"replicate": bucket.copies // bucket.alike, "alike": bucket.alike}
         self.mesh = Mesh(devices, **{axis: len(bucket.groups)}, **sizes, shard=bucket.within)
-        self.in_use = everywhere(self.mesh, Replicate()).along(**{axis: Shard(bucket.dim)})
+        whole = Layout(self.mesh, (Replicate(),) * len(self.mesh.axes))
+        self.in_use = whole.along(**{axis: Shard(bucket.dim)})
         sharded = self.in_use.along(shard=Shard(0))
         self.gradients = self.in_use.along(replicate=Partial(), shard=Partial())
         self.optimizer = sharded if bucket.level >= 1 else self.in_use

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.facts import Model, PassFacts, Stored
-from piper.ir.dag.values import Content, Role, Value, parameters_of
+from piper.ir.dag.values import Content, Extra, Role, Value, parameters_of
 from piper.ir.ops import Collective, Compute
 from piper.ir.passes import Kind, Ref, RematPolicy
 
@@ -23,8 +23,7 @@ class Sizes:
     dag: Dag
     models: Mapping[int, Model]
     _groups: dict[int, int] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], int] = field(default_factory=dict)
-    _messages: dict[tuple[object, ...], Stored] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Stored] = field(default_factory=dict)
     _first_extra: int = 0
 
     def __post_init__(self) -> None:
@@ -38,11 +37,27 @@ class Sizes:
 
     def nbytes(self, number: int) -> int:
         """Bytes of a value on each device that holds it; equal for all microbatches."""
+        return self._stored(number).nbytes
+
+    def sent(self, number: int) -> int:
+        """Bytes of a value in a message: every element, also where expanded rows share memory."""
+        return self._stored(number).sent
+
+    def copied(self, number: int) -> int:
+        """Bytes of the contiguous copy of a value that a message carries; 0 if there is no copy."""
+        return self._stored(number).copied or 0
+
+    def _stored(self, number: int) -> Stored:
+        """The storage of a value on each device that holds it."""
         key = self._key(number)
-        nbytes = self._known.get(key)
-        if nbytes is None:
-            nbytes = self._known[key] = self._nbytes(number)
-        return nbytes
+        stored = self._known.get(key)
+        if stored is None:
+            if number < self._first_extra:
+                stored = self._of_model(number, self._groups.get(number, 1))
+            else:
+                stored = self._of_extra(self.dag.extra[number - self._first_extra])
+            self._known[key] = stored
+        return stored
 
     def _key(self, number: int) -> tuple[object, ...]:
         """What a value's size depends on."""
@@ -54,52 +69,45 @@ class Sizes:
         of = self.dag.plain(extra.of) % self.dag.table.size
         return extra.layout is None, of, extra.parts, extra.rows, extra.summed
 
-    def sent(self, number: int) -> int:
-        """Bytes of a value in a message: every element, also where expanded rows share memory."""
-        return self._message(number).sent
-
-    def copied(self, number: int) -> int:
-        """Bytes of the contiguous copy of a value that a message carries; 0 if there is no copy."""
-        return self._message(number).copied or 0
-
-    def _message(self, number: int) -> Stored:
-        key = self._key(number)
-        stored = self._messages.get(key)
-        if stored is None:
-            stored = self._messages[key] = self._stored(number)
-        return stored
-
     def given(self, number: int, group: int) -> int:
         """Bytes of a batch tensor on each of ``group`` devices that shard its rows."""
-        return self._of_model(number, group)
+        return self._of_model(number, group).nbytes
 
     def facts(self, op: Compute, group: int) -> PassFacts:
         """The facts of a pass at the shapes of a group of ``group`` devices."""
         model = self.models.get(group, self.dag.model)
         return model.chunks[op.chunk].variants[self.dag.policy(op.chunk)].passes[op.which]
 
-    def _nbytes(self, number: int) -> int:
-        dag = self.dag
-        if number >= self._first_extra:
-            extra = dag.extra[number - self._first_extra]
-            match extra.content:
-                case Content.VALUE:
-                    return self._stored(number).nbytes
-                case Content.GRADIENTS:
-                    return self.part(extra.of, 1) * self.dag.buckets[extra.of].gradient.itemsize
-                case Content.SQUARES | Content.NORM | Content.OUTPUT:
-                    return _SCALAR
-                case Content.LOSS:
-                    return 2 * _SCALAR
-                case Content.LOAD:
-                    sorted_rows = dag.model.chunks[extra.of].sorted_rows
-                    assert sorted_rows is not None
-                    return sorted_rows.experts * _SCALAR
-                case Content.PARAMETERS:
-                    bucket = dag.buckets[extra.of]
-                    kept = bucket.level < 3  # the parameters stay whole: nothing is gathered
-                    return 0 if kept else self.whole(extra.of) * bucket.dtype.itemsize
-        return self._of_model(number, self._groups.get(number, 1))
+    def _of_extra(self, extra: Extra) -> Stored:
+        match extra.content:
+            case Content.VALUE:
+                return self._of_form(extra)
+            case Content.GRADIENTS:
+                gradient = self.dag.buckets[extra.of].gradient
+                return Stored(self.part(extra.of, 1) * gradient.itemsize)
+            case Content.PARAMETERS:
+                bucket = self.dag.buckets[extra.of]
+                kept = bucket.level < 3  # the parameters stay whole: nothing is gathered
+                return Stored(0 if kept else self.whole(extra.of) * bucket.dtype.itemsize)
+            case Content.LOSS:
+                return Stored(2 * _SCALAR)
+            case Content.LOAD:
+                sorted_rows = self.dag.model.chunks[extra.of].sorted_rows
+                assert sorted_rows is not None
+                return Stored(sorted_rows.experts * _SCALAR)
+            case _:
+                return Stored(_SCALAR)
+
+    def _of_form(self, extra: Extra) -> Stored:
+        plain = self.dag.plain(extra.of)
+        own = self._of_model(plain, extra.parts)
+        if extra.summed:
+            return own.dense
+        if extra.rows is not None:
+            value, _ = self.dag.table.value(plain)
+            rows = self.models.get(extra.parts, self.dag.model).values[value.of].shape[0]
+            return Stored(own.sent // rows * extra.rows)
+        return own if extra.layout is None else Stored(own.sent)  # contiguous, as it is assembled
 
     def whole(self, bucket: int) -> int:
         """Elements of a whole bucket; a sharded one is padded to equal parts."""
@@ -133,10 +141,6 @@ class Sizes:
             updated = min(updated, max(parameters.sizes))
         return int(updated * parameters.gradient.itemsize * per_byte)
 
-    def sharded(self, bucket: int) -> bool:
-        """Whether each device of a bucket updates only its own part (ZeRO 1 and above)."""
-        return self.shards(bucket, 1) > 1
-
     def shards(self, bucket: int, level: int) -> int:
         """The number of shards of the state that ZeRO shards from ``level`` on."""
         parameters = self.dag.buckets[bucket]
@@ -165,47 +169,29 @@ class Sizes:
         """Bytes that an Add or a Select reads and writes, two terms at a time."""
         return max(2, 3 * (len(node.reads) - 1)) * self.nbytes(node.writes[0])
 
-    def _of_model(self, number: int, group: int) -> int:
+    def _of_model(self, number: int, group: int) -> Stored:
         value, _ = self.dag.table.value(number)
         model = self.models.get(group, self.dag.model)
         policy: RematPolicy = self.dag.policy(value.of)
         match value.role:
             case Role.SAVED:
-                return model.chunks[value.of].variants[policy].saved_bytes
+                return Stored(model.chunks[value.of].variants[policy].saved_bytes)
             case Role.SAVED_FOR_BW:
-                return model.chunks[value.of].variants[policy].saved_for_bw_bytes
+                return Stored(model.chunks[value.of].variants[policy].saved_for_bw_bytes)
             case Role.BI_SAVED:
-                return model.chunks[value.of].variants[policy].bi_saved_bytes
+                return Stored(model.chunks[value.of].variants[policy].bi_saved_bytes)
             case Role.PARAMETER_GRADIENT | Role.TIED_GRADIENT:
                 chunk = model.chunks[value.of]
                 own, tied = parameters_of(model, chunk, self.dag.table.ties)
                 names = tied if value.role is Role.TIED_GRADIENT else own
-                return sum(
-                    self.dag.numel(value.of, name) * model.parameters[name].gradient.itemsize
-                    for name in names
+                return Stored(
+                    sum(
+                        self.dag.numel(value.of, name) * model.parameters[name].gradient.itemsize
+                        for name in names
+                    )
                 )
             case _:
-                return self._lying(value, group).nbytes
-
-    def _stored(self, number: int) -> Stored:
-        """The storage of a value on each device that holds it."""
-        if number < self._first_extra:
-            plain, group = number, self._groups.get(number, 1)
-        else:
-            extra = self.dag.extra[number - self._first_extra]
-            plain, group = self.dag.plain(extra.of), extra.parts
-            value, _ = self.dag.table.value(plain)
-            if extra.summed:
-                return self._lying(value, group).dense
-            if extra.rows is not None:
-                rows = self.models.get(group, self.dag.model).values[value.of].shape[0]
-                return Stored(self._lying(value, group).sent // rows * extra.rows)
-            if extra.layout is not None:  # assembled from parts: contiguous
-                return Stored(self._lying(value, group).sent)
-        value, _ = self.dag.table.value(plain)
-        if value.role in _TENSORS:
-            return self._lying(value, group)
-        return Stored(self._of_model(plain, group))
+                return self._lying(value, group)
 
     def _lying(self, value: Value, group: int) -> Stored:
         model = self.models.get(group, self.dag.model)
@@ -215,6 +201,3 @@ class Sizes:
             ref = Ref(Kind.INPUT_GRAD, chunk.inputs.index(value.of), value.term)
             return dict(chunk.gradients).get(ref, facts.stored)
         return facts.stored
-
-
-_TENSORS = (Role.BATCH, Role.SEED, Role.ACTIVATION, Role.GRADIENT)
