@@ -8,6 +8,7 @@ caller drives the generators of all devices of the process.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,7 @@ from piper.launch.device.loaded_device import LoadedDevice
 from piper.launch.device.next_state import NextState
 from piper.launch.device.report import ProfileKind, Refusal, Report
 from piper.launch.device.step_graph import refuse_uncapturable
-from piper.launch.state.writing import Writing
+from piper.launch.state.writing import written_by
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.feeding import rows_read
 from piper.runtime.pending import Pending
@@ -103,7 +104,7 @@ class WorkerDevice:
         self._loaded: LoadedDevice | None = None
         """None while this device waits for a program."""
         self._next: tuple[DeviceProgram | None, NextState, LoadedDevice | None] | None = None
-        self._writing: Writing | None = None
+        self._writing: Future[Part | Refusal] | None = None
 
     # programs
 
@@ -196,7 +197,7 @@ class WorkerDevice:
     def begin_part(self, folder: Path, plan: Plan) -> None:
         """Begin to save this device's part of a checkpoint as it is now: the next step, by
         ``plan``, or an earlier call that needs it copies the state, and then it is written."""
-        self._writing = Writing(self._begun_part(folder, plan))
+        self._writing = written_by(self._begun_part(folder, plan))
 
     def _begun_part(self, folder: Path, plan: Plan) -> Callable[[], Part | Refusal]:
         try:
@@ -216,13 +217,13 @@ class WorkerDevice:
         return written
 
     @property
-    def writing(self) -> Writing:
+    def writing(self) -> Future[Part | Refusal]:
         """The part that was begun last."""
         assert self._writing is not None
         return self._writing
 
     def part_is_written(self) -> bool:
-        return self.writing.done
+        return self.writing.done()
 
     def written_part(self) -> Part | Refusal:
         """The part of ``begin_part``; waits for it."""

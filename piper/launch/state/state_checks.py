@@ -50,13 +50,11 @@ def check_state(index: Index, program: Program) -> None:
             with within(f"optimizer.{kind}.{name}"):
                 if (shape := slices[0].shape) != _known(name, index)[0].shape:
                     raise MalformedError(f"it has shape {list(shape)}, not its parameter's")
-    for place, value in enumerate(index.values):
-        with within(f"values[{place}]"):
-            _known(value.name, index)
-    for place, group in enumerate(index.groups):
-        with within(f"groups[{place}]"):
-            for name in group.names:
-                _known(name, index)
+    named = [(f"values[{i}]", value.name) for i, value in enumerate(index.values)]
+    named += [(f"groups[{i}]", name) for i, x in enumerate(index.groups) for name in x.names]
+    for place, name in named:
+        with within(place):
+            _known(name, index)
     with within("scheduler"):
         _scheduler(from_json(index.scheduler), program)
 

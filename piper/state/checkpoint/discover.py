@@ -29,7 +29,7 @@ from piper.state.checkpoint.boxes import Box, tile
 from piper.state.checkpoint.hf_export import WEIGHTS, WEIGHTS_INDEX
 from piper.state.checkpoint.index import INDEX, Index
 from piper.state.checkpoint.slices import MODEL, Location, Slice
-from piper.state.checkpoint.tensor_files import DTYPES, Extent, refuse_overlaps, sizes
+from piper.state.checkpoint.tensor_files import DTYPES, refuse_overlaps, sizes
 from piper.state.checkpoint.verify_files import size_of
 
 _SUFFIX = ".safetensors"
@@ -156,7 +156,7 @@ def _of_file(folder: Path, name: str) -> Iterator[Slice]:
             one = Slice(MODEL, key, ends, dtype, box, Location(box, name, key, begin + first))
             if last - first != one.nbytes or begin + last > end:
                 raise MalformedError("its data_offsets do not fit its size or the file")
-            extents.append(Extent(first, last - first, key))
+            extents.append((first, last - first, key))
             yield one
     refuse_overlaps(extents)
 

@@ -41,7 +41,6 @@ from piper.state.checkpoint.slices import (
 from piper.state.checkpoint.tensor_files import (
     DTYPES,
     NAMES,
-    Extent,
     FileFacts,
     refuse_overlaps,
     sizes,
@@ -257,9 +256,9 @@ def _slice(place: int, item: _SliceFile, of: Slice, files: Mapping[str, FileFact
 
 def _refuse_overlaps(tables: Tables, files: Mapping[str, FileFacts]) -> None:
     """Refuse slices that share bytes with each other or with a file's header."""
-    held = {file: [Extent(0, facts.header, "the header")] for file, facts in files.items()}
+    held = {file: [(0, facts.header, "the header")] for file, facts in files.items()}
     for one in all_slices(tables):
-        held[one.location.file].append(Extent(one.location.offset, one.nbytes, one.text))
+        held[one.location.file].append((one.location.offset, one.nbytes, one.text))
     for file, extents in held.items():
         with within(file):
             refuse_overlaps(extents)

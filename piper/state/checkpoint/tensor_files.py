@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,21 +66,12 @@ def sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Extent:
-    """A byte range of a file, and the name of its content."""
-
-    start: int
-    size: int
-    what: str
-
-
-def refuse_overlaps(extents: Iterable[Extent]) -> None:
-    """Refuse a file whose byte ranges overlap."""
-    placed = sorted(extent for extent in extents if extent.size)
-    for one, other in itertools.pairwise(placed):
-        if other.start < one.start + one.size:
-            raise MalformedError(f"{one.what} and {other.what} are said to lie in the same bytes")
+def refuse_overlaps(extents: Iterable[tuple[int, int, str]]) -> None:
+    """Refuse a file whose byte ranges overlap: each has a start, a size, and a name."""
+    placed = sorted(extent for extent in extents if extent[1])
+    for (start, size, one), (other_start, _, other) in itertools.pairwise(placed):
+        if other_start < start + size:
+            raise MalformedError(f"{one} and {other} are said to lie in the same bytes")
 
 
 class FileFacts(ArrayRecord, frozen=True):

@@ -8,6 +8,7 @@ or an error. The factory is called with small parameters. A table describes torc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -140,18 +141,14 @@ class Probe:
         """Whether parameters of this kind may be cut: the parts are in a group with the same
         settings, and are updated as in the whole."""
         piece, beside = kind.pieces[0], self._beside(kind)
-        try:
+        with suppress(RuntimeError, ValueError, TypeError):  # it does not take such shapes
             whole, part = (
                 settings_by_name(*made(self.make, [x, *beside]))[piece.name]
                 for x in (piece, replace(piece, cut=cut))
             )
-        except (RuntimeError, ValueError, TypeError):
-            return False
-        return (
-            not kind.whole
-            and whole == part
-            and (self.known or works_on_parts(self.make, piece, cut, beside, self._device))
-        )
+            if not kind.whole and whole == part:
+                return self.known or works_on_parts(self.make, piece, cut, beside, self._device)
+        return False
 
     def stepped(
         self, pieces: Sequence[Piece], beside: Sequence[Piece] = ()
@@ -192,17 +189,15 @@ def small(shapes: TrainedShapes) -> list[Piece]:
 def _refuse_shape(factory: OptimizerFactory, trained: TrainedShapes) -> None:
     """If a factory fails for some numbers of dimensions only, name the first such parameter."""
     failures: dict[int, Exception] = {}
-    names = {len(shape): name for name, shape in reversed(list(trained.items()))}
-    for n in (tried := {*names, 2}):
+    for n in (tried := {*map(len, trained.values()), 2}):
         try:
             make(factory, [(str(n), nn.Parameter(torch.ones((4,) * n)))])
         except Exception as error:  # noqa: BLE001 - any error is reported below
             failures[n] = error
-    refused = [n for n in names if n in failures]
-    if not refused or len(failures) == len(tried):
+    name = next((name for name, shape in trained.items() if len(shape) in failures), None)
+    if name is None or len(failures) == len(tried):
         return
-    name, failure = names[refused[-1]], failures[refused[-1]]
-    shape = "x".join(map(str, trained[name])) or "a scalar"
+    failure, shape = failures[len(trained[name])], "x".join(map(str, trained[name])) or "a scalar"
     raise PiperError(
         f"optimizer= cannot make an optimizer for the parameter {name} ({shape}): "
         f"{type(failure).__name__}: {failure}. It is given every trained parameter, in one list: "

@@ -96,14 +96,13 @@ def works_on_parts(
     """Whether training a parameter equals training its parts, each with its own optimizer. Each
     optimizer also has the parameters ``beside`` it, which it does not update."""
     parts = [replace(piece, cut=cut, part=i) for i in range(len(cut(piece.values())))]
-    try:
+    with suppress(RuntimeError, ValueError, TypeError):  # it does not take such shapes
         whole, *others = (
             _Trial(make, [x, *beside], [range(1)], torch.float32, device).parameters[0].detach()
             for x in (piece, *parts)
         )
-    except (RuntimeError, ValueError, TypeError):
-        return False
-    return all(torch.allclose(a, b) for a, b in zip(cut(whole), others, strict=True))
+        return all(map(torch.allclose, cut(whole), others))
+    return False
 
 
 def _halves(count: int) -> list[range]:
