@@ -1,12 +1,18 @@
 """Equal modules are traced once, and the captured step is the same as if each had been traced."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import piper
 from piper.capture.model import Captured, capture
+from tests.training import assert_same as assert_equal_runs
+from tests.training import compiled, pipeline, plain, train
 
 LAYERS = 6
 
@@ -196,3 +202,60 @@ def test_a_change_between_calls_is_seen() -> None:
     once, each = captures(Changes(Scaled))
     assert_same(once, each)
     assert once.repeated == LAYERS - 3
+
+
+def decoder(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 32}
+    kind = transformers.MistralConfig if "sliding_window" in options else transformers.LlamaConfig
+    config = kind(num_hidden_layers=LAYERS, num_key_value_heads=1, **sizes, **options)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def logits_loss(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+
+def of_tokens(loss: Any) -> dict[str, Any]:
+    x, y = torch.randint(32, (2, 4, 8), generator=torch.Generator().manual_seed(0))
+    return {"inputs": (x,), "targets": (y,), "loss": loss, "tags": {"model.layers.*": "layer"}}
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}], ids=["whole", "sliding"])
+def test_a_cache_that_nobody_reads_changes_nothing(options: dict[str, int]) -> None:
+    once, each = captures(decoder(**options), **of_tokens(logits_loss))
+    assert_same(once, each)
+    assert once.repeated == LAYERS - 2
+
+
+def test_a_step_with_a_cache_is_that_without() -> None:
+    how = {"microbatches": 2, **of_tokens(logits_loss)}
+    on, off = (capture(decoder(use_cache=cache), **how) for cache in (True, False))
+    assert_same(on, replace(off, computation=on.computation))  # the masks are the same
+
+
+def test_a_cache_that_is_read_is_kept() -> None:
+    def penalized(output: Any, targets: Tensor) -> Tensor:
+        keys = output.past_key_values.layers[3].keys
+        return logits_loss(output, targets) + keys.square().mean()
+
+    once, each = captures(decoder(), **of_tokens(penalized))
+    assert_same(once, each)
+    assert once.repeated == 0
+
+
+def test_a_model_with_its_cache_on_trains_as_plain_torch() -> None:
+    how = of_tokens(logits_loss)
+    batches = [(how["inputs"], how["targets"])] * 2
+    program = compiled(decoder(), pipeline([[0], [1]], 2), logits_loss, batches, tags=how["tags"])
+    expected = plain(decoder(), logits_loss, batches, microbatches=2)
+    assert_equal_runs(train(program, batches), expected)
+
+
+def test_writing_into_cached_keys_is_refused() -> None:
+    def writing(output: Any, targets: Tensor) -> Tensor:
+        output.past_key_values.layers[0].keys.mul_(2.0)
+        return logits_loss(output, targets)
+
+    with pytest.raises(piper.CaptureError, match="turn the cache off"):
+        capture(decoder(), microbatches=2, **of_tokens(writing))

@@ -49,18 +49,16 @@ class Siblings:
         return {k: v for k, v in state_of(module).items() if k not in self.differing}
 
     @contextmanager
-    def unread(self, module: nn.Module) -> Iterator[list[str]]:
-        """Inside, nobody can look at the numbers that differ. Yields the reads."""
-        reads: list[str] = []
-        owners = [(vars(module.get_submodule(path)), name) for path, name in _split(self.differing)]
-        before = [owner[name] for owner, name in owners]
-        for (owner, name), number in zip(owners, before, strict=True):
-            owner[name] = Unread(name, reads) if type(number) is int else number
+    def unread(self, module: nn.Module, reads: list[str]) -> Iterator[None]:
+        """Inside, nobody can look at the numbers that differ: ``reads`` notes who tries."""
+        before = {path: number_of(module, path) for path in sorted(self.differing)}
+        for path, number in before.items():
+            _set(module, path, Unread(path, reads) if type(number) is int else number)
         try:
-            yield reads
+            yield
         finally:
-            for (owner, name), number in zip(owners, before, strict=True):
-                owner[name] = number
+            for path, number in before.items():
+                _set(module, path, number)
 
 
 def equal_modules(model: nn.Module) -> list[Siblings]:
@@ -195,8 +193,15 @@ class _Same:
         return id(self.held)
 
 
-def _split(paths: frozenset[str]) -> list[tuple[str, str]]:
-    return [(path.rpartition(".")[0], path.rpartition(".")[2]) for path in sorted(paths)]
+def number_of(module: nn.Module, path: str) -> Any:
+    """A number that differs between equal modules."""
+    owner, _, name = path.rpartition(".")
+    return vars(module.get_submodule(owner))[name]
+
+
+def _set(module: nn.Module, path: str, number: Any) -> None:
+    owner, _, name = path.rpartition(".")
+    vars(module.get_submodule(owner))[name] = number
 
 
 class Unread:
@@ -207,15 +212,16 @@ class Unread:
         object.__setattr__(self, "_reads", reads)
 
     def __getattribute__(self, name: str) -> Any:
-        return int if name == "__class__" else _refuse(self)  # the class of all members
+        return int if name == "__class__" else refuse_use(self)  # the class of all members
 
 
-def _refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_use(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Any use of an ``Unread``."""
     name = object.__getattribute__(self, "_name")
     object.__getattribute__(self, "_reads").append(name)
-    raise NotEqual(f"{name} is read")
+    raise NotEqual(f"{name.removeprefix('.')} is read")
 
 
 _KEPT = {"__class__", "__new__", "__init__", "__getattribute__", "__init_subclass__", "__doc__"}
 for _name in {name for name in dir(int) if name.startswith("__")} - _KEPT - {"__subclasshook__"}:
-    setattr(Unread, _name, _refuse)  # operators look past ``__getattribute__``
+    setattr(Unread, _name, refuse_use)  # operators look past ``__getattribute__``

@@ -4,8 +4,8 @@ The first and the last of equal modules are traced as they are (a ``Trial``), an
 graph as one operation too, like all others (a ``LeafCall``). ``expansion.py`` puts the operations
 of the trial in place of each call. What a trial must show: its forward neither writes to its
 inputs, parameters or buffers, nor changes an attribute of the model, a random generator or a mode,
-nor looks at a number in which the modules differ; its inputs and results are tensors and plain
-values, and its results share no memory with anything.
+nor looks at a number in which the modules differ; its inputs and results are tensors, plain values
+and an empty key-value cache, and its results share no memory with anything.
 """
 
 from __future__ import annotations
@@ -18,21 +18,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import traceback
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from piper.base.modes import autocast_kinds
-from piper.capture.intercept.outside_effects import attributes_of, generators_now
+from piper.capture.intercept.hf_cache import is_cache
 from piper.capture.regions import Region, RegionRecorder
-from piper.capture.repeats.equal_modules import NotEqual, Siblings, State, equal_modules
+from piper.capture.repeats.caches import StandIn, close, written_in
+from piper.capture.repeats.equal_modules import (
+    NotEqual,
+    Siblings,
+    State,
+    equal_modules,
+    number_of,
+)
+from piper.capture.repeats.signatures import (
+    Arguments,
+    flat,
+    plain_results,
+    signature,
+    tensors_of,
+)
+from piper.capture.repeats.trial_checks import Outside, Watch
 from piper.ir.tensors import TensorSpec
 
 MARK = "piper.trial"
 """The metadata key of the operations of a trial; its value is the trial's number."""
 _NAMESPACE = "piper_repeats"
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,8 @@ class CallVariant:
     regions: tuple[Region, ...]
     """The regions that its first member entered."""
     first: str
+    entry: str | None
+    """The attribute that numbers the module's entry in the key-value cache, if it writes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +84,22 @@ class Trial:
     results: list[Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a member of a group, before anything is known of it."""
+
+    group: Siblings
+    path: str
+    module: nn.Module
+    plain: Callable[..., Any]
+    arguments: Arguments
+
+    @property
+    def cache(self) -> Any:
+        """The key-value cache among the arguments, or None."""
+        return next(filter(is_cache, flat(self.arguments)[0]), None)
+
+
 class Repeats:
     """The equal modules of a model, and their calls."""
 
@@ -79,7 +108,9 @@ class Repeats:
         self._recorder = recorder
         self._inside = False
         self._stopped: set[int] = set()
-        self._reads: list[list[str]] = []
+        self._reads: list[str] = []
+        self.tried = False
+        """Whether a trial began."""
         self.variants: list[CallVariant] = []
         self.calls: list[LeafCall] = []
         self.trials: list[Trial] = []
@@ -95,15 +126,10 @@ class Repeats:
         """How many calls were not traced."""
         return len(self.calls) - len(self.trials)
 
-    @property
-    def tried(self) -> bool:
-        """Whether a trial began."""
-        return bool(self._reads)
-
     def check(self) -> None:
-        """Refuse numbers that were read after their trial."""
-        if any(self._reads):
-            raise NotEqual("a number is read later")
+        """Refuse reads that ended no trial, or came after it."""
+        if self._reads:
+            raise NotEqual(f"{self._reads[0].removeprefix('.')} is read")
 
     def intercept(self, contexts: ExitStack) -> None:
         """Until ``contexts`` end, calls of equal modules become single operations."""
@@ -126,106 +152,116 @@ class Repeats:
         def forward(*args: Any, **kwargs: Any) -> Any:
             called = now.pop() if now else module
             plain = functools.partial(type(called).forward, called)
-            return self._call(group, path, module, plain, args, kwargs)
+            return self._called(_Call(group, path, module, plain, (args, kwargs)))
 
         return forward
 
-    def _call(
-        self,
-        group: Siblings,
-        path: str,
-        module: nn.Module,
-        plain: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        given = None if self._inside or id(group) in self._stopped else _signature(args, kwargs)
+    def _called(self, call: _Call) -> Any:
+        stopped = self._inside or id(call.group) in self._stopped
+        given = None if stopped else signature(call.arguments)
         if given is None:
-            return plain(*args, **kwargs)
-        state = group.state(module)
-        number = next((i for i, x in enumerate(self.variants) if _is(x, group, given, state)), None)
-        if number is None or module is group.members[-1]:
+            args, kwargs = call.arguments
+            return call.plain(*args, **kwargs)
+        state = call.group.state(call.module)
+        known = next((x for x in self.variants if _is(x, call.group, given, state)), None)
+        if known is None or call.module is call.group.members[-1]:
+            marked = torch.ops.piper_repeats.given(tensors_of(call.arguments), len(self.calls))
             before = len(self._recorder.entered)
-            marked = torch.ops.piper_repeats.given(_tensors((args, kwargs)), len(self.calls))
-            result = self._tried(group, module, plain, args, kwargs)
-            if id(group) in self._stopped:
-                if number is not None:
-                    raise NotEqual(f"{path} does more than {self.variants[number].first}")
+            result, entry = self._tried(call)
+            if id(call.group) in self._stopped:
+                if known is not None:
+                    raise NotEqual(f"{call.path} does more than {known.first}")
                 return result
-            leaves, form = pytree.tree_flatten(result)
             entered = tuple(self._recorder.entered)[before:]
-            specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
-            made = _tensors(result)
-            if number is None:
-                number = len(self.variants)
-                self.variants.append(CallVariant(group, given, state, specs, form, entered, path))
-            known = self.variants[number]
-            names = [region.name for region in known.regions]
-            if (known.results, known.form) != (specs, form) or names != [x.name for x in entered]:
-                raise NotEqual(f"{path} returns something else than {known.first}")
+            made = _made(call, given, state, result, entered, entry)
+            known = self._known(call, known, made)
             regions = dict(zip(known.regions, entered, strict=True))
-            self.trials.append(Trial(len(self.calls), marked, made))
+            self.trials.append(Trial(len(self.calls), marked, tensors_of(result)))
         else:
-            known = self.variants[number]
+            first, path = _tag(known.first), _tag(call.path)
             regions = self._recorder.enter_again(
-                known.regions, lambda where: where.replace(_tag(known.first), _tag(path))
+                known.regions, lambda where: where.replace(first, path)
             )
-        self.calls.append(LeafCall(path, known, regions))
-        tensors = _tensors((args, kwargs))
+        if known.entry is not None:
+            close(call.cache, number_of(call.module, known.entry), self._reads)
+        return self._as_operation(call, known, regions)
+
+    def _known(self, call: _Call, known: CallVariant | None, made: CallVariant) -> CallVariant:
+        """The variant of a call that was ``made``: if one was ``known``, both must be equal."""
+        if known is None:
+            self.variants.append(made)
+            return made
+        names = [[region.name for region in x.regions] for x in (known, made)]
+        ends = [(x.results, x.form, x.entry) for x in (known, made)]
+        if ends[0] != ends[1] or names[0] != names[1]:
+            raise NotEqual(f"{call.path} returns something else than {known.first}")
+        return known
+
+    def _as_operation(
+        self, call: _Call, known: CallVariant, regions: Mapping[Region, Region]
+    ) -> Any:
+        """The results of the operation that a call becomes."""
+        self.calls.append(LeafCall(call.path, known, regions))
+        tensors = tensors_of(call.arguments)
+        number = next(i for i, x in enumerate(self.variants) if x is known)
         made = torch.ops.piper_repeats.call(tensors, number, len(self.calls) - 1)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if any(x.requires_grad != grad for x in made):
-            raise NotEqual(f"{path} returns other tensors than an operation")
+            raise NotEqual(f"{call.path} returns other tensors than an operation")
         results = iter(made)
         leaves = [next(results) if isinstance(x, TensorSpec) else x for x in known.results]
         return known.form.unflatten(leaves)
 
-    def _tried(
-        self,
-        group: Siblings,
-        module: nn.Module,
-        plain: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """The result of a module that is traced as it is. Stops the group if it does more than
-        compute its result."""
-        state = [*self._step.parameters(), *self._step.buffers()]
-        given = pytree.tree_leaves((args, kwargs))
+    def _tried(self, call: _Call) -> tuple[Any, str | None]:
+        """The result of a module that is traced as it is, and the number of the entry that it
+        writes of a cache. Stops the group if it does more than compute its result."""
+        given, form = flat(call.arguments)
         tensors = [x for x in given if isinstance(x, Tensor)]
-        before = self._outside([*tensors, *state])
-        watch = _Watch()
-        self._inside = True
+        state = [*self._step.parameters(), *self._step.buffers()]
+        caches = {id(x): StandIn(x, self._reads) for x in given if is_cache(x)}
+        args, kwargs = form.unflatten([caches.get(id(x), x) for x in given])
+        before = Outside(self._step, [*tensors, *state], self._recorder.depth)
+        watch = Watch()
+        self._inside = self.tried = True
         try:
             with (
                 traceback.annotate({MARK: len(self.trials)}),
-                group.unread(module) as reads,
+                call.group.unread(call.module, self._reads),
                 watch,
             ):
-                self._reads.append(reads)
-                result = plain(*args, **kwargs)
+                result = call.plain(*args, **kwargs)
         finally:
             self._inside = False
-        made = pytree.tree_leaves(result)
-        after = self._outside([*tensors, *state])
-        same = pytree.tree_leaves((args, kwargs))
+        after = Outside(self._step, [*tensors, *state], self._recorder.depth)
+        same, _ = flat(call.arguments)
         proven = (
             not watch.seen
-            and not reads
+            and not self._reads
             and len(same) == len(given)
             and all(x is y for x, y in zip(given, same, strict=True))
-            and _unchanged(before, after)
-            and _plain_results(made, tensors, state)
+            and before.same(after)
+            and plain_results(pytree.tree_leaves(result), tensors, state)
         )
+        written = [w for x in caches.values() if (w := written_in(x)) is not None]
         if not proven:
-            self._stopped.add(id(group))
-        return result
+            self._stopped.add(id(call.group))
+            for keys, values, name in written:
+                call.cache.update(keys, values, number_of(call.module, name))
+        return result, next((name for _, _, name in written), None)
 
-    def _outside(self, tensors: list[Tensor]) -> tuple[Any, dict[Any, Any]]:
-        """All that a forward can change, beside its results."""
-        modes = torch.is_grad_enabled(), autocast_kinds(), self._recorder.depth
-        versions = [x._version for x in tensors]
-        return (generators_now(), modes, versions), attributes_of(self._step)
+
+def _made(
+    call: _Call,
+    given: Any,
+    state: State,
+    result: Any,
+    entered: tuple[Region, ...],
+    entry: str | None,
+) -> CallVariant:
+    """The variant of a call that was traced."""
+    leaves, form = pytree.tree_flatten(result)
+    specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
+    return CallVariant(call.group, given, state, specs, form, entered, call.path, entry)
 
 
 CallOps = torch.library.Library
@@ -263,80 +299,6 @@ def _tag(path: str) -> str:
     return f"module '{path.removeprefix('model.')}."
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def _is(variant: CallVariant, group: Siblings, signature: Any, state: State) -> bool:
-    known = variant.group is group and variant.signature == signature
+def _is(variant: CallVariant, group: Siblings, given: Any, state: State) -> bool:
+    known = variant.group is group and variant.signature == given
     return known and variant.state == state
-
-
-def _unchanged(before: tuple[Any, dict[Any, Any]], after: tuple[Any, dict[Any, Any]]) -> bool:
-    if before[0] != after[0] or before[1].keys() != after[1].keys():
-        return False
-    pairs = [(x, after[1][name]) for name, x in before[1].items()]
-    return all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in pairs)
-
-
-def _plain_results(made: list[Any], given: list[Tensor], state: list[Tensor]) -> bool:
-    """Whether the results are tensors with memory of their own, as an operation makes them, and
-    plain values."""
-    tensors = [x for x in made if isinstance(x, Tensor)]
-    kinds = all(type(x) in (FakeTensor, *_PLAIN) for x in made)
-    known = {_memory(x) for x in (*given, *state)}
-    own = len({_memory(x) for x in tensors} - known) == len(tensors)
-    grad = any(x.requires_grad for x in given) and torch.is_grad_enabled()
-    return kinds and own and bool(tensors) and all(x.requires_grad == grad for x in tensors)
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All that a forward can read of its arguments while it is traced, and the modes; None if there
-    may be more."""
-    leaves, form = pytree.tree_flatten((args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    if not tensors or autocast_kinds():
-        return None
-    memory = [_memory(x) for x in tensors]
-    objects = [id(x) for x in tensors]
-    described: list[Any] = []
-    for x in leaves:
-        if type(x) is FakeTensor and x.constant is None and (x.dim() or x.dtype is not torch.bool):
-            about = TensorSpec.of(x), x.storage_offset(), x.device, x.requires_grad
-            described.append((*about, memory.index(_memory(x)), objects.index(id(x))))
-        elif type(x) in _PLAIN:
-            described.append((type(x), repr(x)))
-        else:
-            return None
-    return described, form, torch.is_grad_enabled(), torch.get_default_dtype()
-
-
-class _Watch(TorchFunctionMode):
-    """Notes what a trial cannot contain: changes of modes, which make blocks of the graph, and
-    tensors made from Python values, which are constants of the program."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.seen = self.seen or func in _NOT_PLAIN
-        return func(*args, **(kwargs or {}))
-
-
-_NOT_PLAIN = frozenset(
-    {
-        torch._C._set_grad_enabled,
-        torch.amp.autocast_mode._enter_autocast,
-        torch.tensor,
-        torch.as_tensor,
-        torch.from_numpy,
-        torch.Tensor.new_tensor,
-    }
-)

@@ -32,6 +32,7 @@ from piper.capture.intercept.bincount import FixedCounts
 from piper.capture.intercept.checkpointing import plain_checkpoints
 from piper.capture.intercept.grouped_tracing import OurProducts, use_ours
 from piper.capture.intercept.hf_attention import restore_eager_attention
+from piper.capture.intercept.hf_cache import first_updates_without_copies
 from piper.capture.intercept.mixed_precision import MixedPrecision
 from piper.capture.intercept.outside_effects import assigned, attributes_of, generators_now
 from piper.capture.intercept.random_control_flow import DecideDraws
@@ -367,6 +368,7 @@ def _trace(
             quiet_tracing(),
             kept_whole(functions),
             plain_checkpoints() as lines,
+            first_updates_without_copies(),
             recording(tags) as recorder,
             calls_as_operations(step, recorder, ops) as step.repeats,
         ):

@@ -1,0 +1,68 @@
+"""The arguments and results of a call, as far as its trace can depend on them.
+
+Arguments enter, or results; a description leaves that is equal for calls that read equal arguments,
+or None if there may be more to read than it can say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from piper.base.modes import autocast_kinds
+from piper.capture.intercept.hf_cache import is_cache
+from piper.ir.tensors import TensorSpec
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def flat(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of ``tree``, among them key-value caches, and its form."""
+    return pytree.tree_flatten(tree, is_leaf=is_cache)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [x for x in flat(tree)[0] if isinstance(x, Tensor)]
+
+
+def signature(arguments: Arguments) -> Any:
+    """All that a forward can read of its arguments while it is traced, and the modes; None if there
+    may be more. A key-value cache says nothing: ``caches.py`` refuses to read it."""
+    leaves, form = flat(arguments)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if not tensors or autocast_kinds() or sum(map(is_cache, leaves)) > 1:
+        return None
+    memory = [_memory(x) for x in tensors]
+    objects = [id(x) for x in tensors]
+    described: list[Any] = []
+    for x in leaves:
+        if type(x) is FakeTensor and x.constant is None and (x.dim() or x.dtype is not torch.bool):
+            about = TensorSpec.of(x), x.storage_offset(), x.device, x.requires_grad
+            described.append((*about, memory.index(_memory(x)), objects.index(id(x))))
+        elif type(x) in _PLAIN:
+            described.append((type(x), repr(x)))
+        elif is_cache(x):
+            described.append(type(x))
+        else:
+            return None
+    return described, form, torch.is_grad_enabled(), torch.get_default_dtype()
+
+
+def plain_results(made: list[Any], given: list[Tensor], state: list[Tensor]) -> bool:
+    """Whether the results are tensors with memory of their own, as an operation makes them, and
+    plain values."""
+    tensors = [x for x in made if isinstance(x, Tensor)]
+    kinds = all(type(x) in (FakeTensor, *_PLAIN) for x in made)
+    known = {_memory(x) for x in (*given, *state)}
+    own = len({_memory(x) for x in tensors} - known) == len(tensors)
+    grad = any(x.requires_grad for x in given) and torch.is_grad_enabled()
+    return kinds and own and bool(tensors) and all(x.requires_grad == grad for x in tensors)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
