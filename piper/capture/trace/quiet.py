@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from torch.export import _trace
 from torch.fx import traceback
 
 from piper.capture.blame import is_internal_file
+
+_TORCH = re.compile(r"torch(\.|$)")
 
 
 @contextmanager
@@ -59,8 +62,8 @@ def _own_warnings_only() -> Iterator[None]:
 @contextmanager
 def hushed_loggers() -> Iterator[None]:
     """Silence torch's loggers, for errors that are expected."""
-    known = logging.root.manager.loggerDict
-    loggers = [logging.getLogger(name) for name in known if name.split(".")[0] == "torch"]
+    known = list(logging.root.manager.loggerDict.values())  # getLogger(name) takes a lock each time
+    loggers = [x for x in known if isinstance(x, logging.Logger) and _TORCH.match(x.name)]
     handlers = [handler for logger in loggers for handler in logger.handlers]
     for handler in handlers:
         handler.addFilter(_nothing)
