@@ -56,6 +56,7 @@ SEPARATE: dict[str, Body] = {
     ),
     "norms": lambda m, x: F.rms_norm(F.layer_norm(x @ m.w, (DIM,)), (DIM,)) + m.b,
     "matvec": lambda m, x: (x.unsqueeze(2) @ m.w.unsqueeze(1)).squeeze(2) + m.b,
+    "powers": lambda m, x: x @ torch.linalg.matrix_exp(m.w) + m.b,
     "columns": lambda m, x: F.glu(torch.cat([x @ m.w, x.cumsum(-1)], -1)) + m.b,
 }
 
@@ -114,8 +115,8 @@ def test_rows_and_experts_that_change_places_are_refused() -> None:
 
 
 def test_an_operation_without_a_rule_is_refused_by_name() -> None:
-    with pytest.raises(piper.PiperError, match=r"nothing is known of how aten.linalg_matrix_exp"):
-        compile_sharded(lambda m, x: x @ torch.linalg.matrix_exp(m.w) + m.b, rows=3)
+    with pytest.raises(piper.PiperError, match=r"nothing is known of how aten.cdist"):
+        compile_sharded(lambda m, x: torch.cdist(x, m.w) + m.b, rows=3)
 
 
 def test_a_share_that_torch_computes_otherwise_is_refused() -> None:

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import Shard
 
 from piper.capture.chunk.chunks import Body, Chunk, Cut
 from piper.capture.chunk.expert_regions import sorted_rows
-from piper.capture.experts.dim_layouts import Axis, DimLayout, Mixed
-from piper.capture.experts.separation import UnknownOperation, layouts_of
-from piper.capture.experts.separation_rules import Layouts, plain_layouts
+from piper.capture.experts.part_rules import Mixed, PartRules, UnknownOperation, part_rules
 from piper.capture.graphs import returned
+from piper.capture.shard.placements import REPLICATED, Placements
+from piper.ir.collectives import Placement
 from piper.ir.tensors import TensorSpec
 
 
@@ -40,30 +41,31 @@ def rows_of(cut: Cut, rows: int, other: Cut | None = None) -> dict[int, Rows]:
     """The rows of every value between chunks; a tensor of the batch has ``rows``. ``other`` is the
     same model at another number of rows, if there is one."""
     made = {value for chunk in cut.chunks for value in chunk.outputs}
-    layouts: dict[int, _Followed] = {}
+    placed: dict[int, _Followed] = {}
     known: dict[tuple[str, tuple[_Followed, ...]], tuple[_Followed, ...]] = {}
-    orders = _Orders(cut, {} if other is None else _varying(cut, other))
+    rules = part_rules(rows)
+    orders = _Orders(cut, {} if other is None else _varying(cut, other), rules)
     for chunk in cut.chunks:
         fakes = chunk.body.fakes()[chunk.body.parameters + chunk.body.buffers :]
         for value, fake in zip(chunk.inputs, fakes, strict=True):
             if value not in made:
-                layouts[value] = _Followed(_guess(fake, rows))
-                orders.add(chunk, value, layouts[value])
-        given = tuple(layouts[value] for value in chunk.inputs)
+                placed[value] = _Followed(_guess(fake, rows))
+                orders.add(chunk, value, placed[value])
+        given = tuple(placed[value] for value in chunk.inputs)
         key = (chunk.body.key, given)
         if key not in known:
-            known[key] = _followed(chunk.body, given, rows)
-        layouts |= zip(chunk.outputs, known[key], strict=True)
+            known[key] = _followed(chunk.body, given, rows, rules)
+        placed |= zip(chunk.outputs, known[key], strict=True)
         for value in chunk.outputs:
-            orders.add(chunk, value, layouts[value])
+            orders.add(chunk, value, placed[value])
     return orders.found | _by_expert(cut)
 
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """The layout of a value."""
+    """The placement of a value along an axis of rows."""
 
-    layout: DimLayout
+    placed: Placements
     lost: bool = False
     """Whether its rows passed an operation that mixes rows or has no rule, so that their dimension
     is a guess."""
@@ -95,14 +97,14 @@ def _by_expert(cut: Cut) -> dict[int, Rows]:
 class _Orders:
     """Finds the order of the rows in each value."""
 
-    def __init__(self, cut: Cut, varying: Mapping[int, int]) -> None:
+    def __init__(self, cut: Cut, varying: Mapping[int, int], rules: PartRules) -> None:
         self.found: dict[int, Rows] = {}
-        self._cut, self._varying = cut, varying
+        self._cut, self._varying, self._rules = cut, varying, rules
         self._known: dict[tuple[str, _Dims, _Dims], bool] = {}
 
     def add(self, maker: Chunk, value: int, followed: _Followed) -> None:
         """Find the rows of a value of ``maker``; the values that ``maker`` reads come first."""
-        rows, dim = _rows(followed.layout), self._varying.get(value)
+        rows, dim = _rows(followed.placed), self._varying.get(value)
         counts = dim is not None and _counts(self._cut.values[value].spec)
         if followed.lost and (rows != Rows(0) or dim or counts):
             rows = None  # a guess holds only for the usual layout, rows first, and no indices
@@ -121,7 +123,7 @@ class _Orders:
         )
         key = (chunk.body.key, reads, makes)
         if key not in self._known:
-            self._known[key] = _row_by_row(chunk.body, reads, makes)
+            self._known[key] = _row_by_row(chunk.body, reads, makes, self._rules)
         return self._known[key]
 
 
@@ -134,83 +136,74 @@ def _counts(spec: TensorSpec) -> bool:
     return not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
 
 
-def _row_by_row(body: Body, reads: _Dims, makes: _Dims) -> bool:
+def _row_by_row(body: Body, reads: _Dims, makes: _Dims, rules: PartRules) -> bool:
     """Whether a body treats each row by itself, with rows along the dimensions ``reads`` of its
     inputs and ``makes`` of its outputs."""
     graph = body.module.graph
     first = body.parameters + body.buffers
-    layouts: dict[fx.Node, Layouts] = {}
+    placed: dict[fx.Node, Placements] = {}
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         dim = reads[i - first] if i >= first else None
-        layouts[node] = DimLayout.of(
-            node.meta["val"].shape, None if dim is None else {dim: Axis.ROWS}
-        )
+        placed[node] = REPLICATED if dim is None else Shard(dim)
     try:
         for node in graph.nodes:
             if node.op == "call_function":
-                layouts[node] = layouts_of(node, layouts)
+                placed[node] = rules.of(node, placed)
     except (Mixed, UnknownOperation):
         return False
-    results = [layouts[node] for node in returned(graph)[: body.outputs]]
-    return all(
-        isinstance(layout, DimLayout) and _rows(layout) == Rows(dim)
-        for layout, dim in zip(results, makes, strict=True)
-    )
+    results = [placed[node] for node in returned(graph)[: body.outputs]]
+    return all(_rows(made) == Rows(dim) for made, dim in zip(results, makes, strict=True))
 
 
-def _followed(body: Body, given: tuple[_Followed, ...], rows: int) -> tuple[_Followed, ...]:
-    """The layouts of a body's outputs, from those of its inputs."""
+def _followed(
+    body: Body, given: tuple[_Followed, ...], rows: int, rules: PartRules
+) -> tuple[_Followed, ...]:
+    """The placements of a body's outputs, from those of its inputs."""
     graph = body.module.graph
-    layouts: dict[fx.Node, Layouts] = {}
+    placed: dict[fx.Node, Placements] = {}
     lost: set[fx.Node] = set()
     first = body.parameters + body.buffers
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
-        plain = DimLayout.of(node.meta["val"].shape)
-        followed = _Followed(plain) if i < first else given[i - first]
-        layouts[node] = followed.layout
+        followed = _Followed(REPLICATED) if i < first else given[i - first]
+        placed[node] = followed.placed
         if followed.lost:
             lost.add(node)
     for node in graph.nodes:
         if node.op == "call_function":
             try:
-                layouts[node] = layouts_of(node, layouts)
+                placed[node] = rules.of(node, placed)
             except (Mixed, UnknownOperation) as why:
-                layouts[node] = _guesses(node.meta["val"], rows)
-                outermost = all(_outermost(layouts[arg]) for arg in node.all_input_nodes)
+                placed[node] = _guesses(node.meta["val"], rows)
+                outermost = all(_outermost(placed[arg]) for arg in node.all_input_nodes)
                 if isinstance(why, Mixed) or not outermost:
                     lost.add(node)
             if not lost.isdisjoint(node.all_input_nodes):
                 lost.add(node)
-    results = [(layouts[node], node in lost) for node in returned(graph)[: body.outputs]]
-    return tuple(_Followed(x, was) for x, was in results if isinstance(x, DimLayout))
+    results = returned(graph)[: body.outputs]
+    return tuple(_Followed(placed[node], node in lost) for node in results)
 
 
-def _outermost(layouts: Layouts) -> bool:
+def _outermost(placed: Placements | None) -> bool:
     """Whether rows, if there are any, are along dimension 0, where a guess puts them."""
-    if isinstance(layouts, DimLayout):
-        return _rows(layouts) in (Rows(), Rows(0))
-    return all(x is None or _outermost(x) for x in layouts)
+    if isinstance(placed, tuple):
+        return all(map(_outermost, placed))
+    return placed is None or _rows(placed) in (Rows(), Rows(0))
 
 
-def _guess(value: Tensor, rows: int) -> DimLayout:
-    """The layout of a tensor of the batch, or of the result of an operation without a rule."""
-    first = bool(value.shape) and value.shape[0] == rows
-    return DimLayout.of(value.shape, {0: Axis.ROWS} if first else None)
+def _guess(value: Tensor, rows: int) -> Placement:
+    """The placement of a tensor of the batch, or of the result of an operation without a rule."""
+    return Shard(0) if value.shape and value.shape[0] == rows else REPLICATED
 
 
-def _guesses(made: object, rows: int) -> Layouts:
+def _guesses(made: object, rows: int) -> Placements:
     """The same for one tensor, or for several."""
-    if isinstance(made, Tensor):
-        return _guess(made, rows)
-    if not isinstance(made, list | tuple):
-        return plain_layouts(made)
-    return tuple(_guess(x, rows) if isinstance(x, Tensor) else None for x in made)
+    if isinstance(made, list | tuple):
+        return tuple(_guess(x, rows) if isinstance(x, Tensor) else None for x in made)
+    return _guess(made, rows) if isinstance(made, Tensor) else REPLICATED
 
 
-def _rows(layout: DimLayout) -> Rows | None:
+def _rows(placed: Placements) -> Rows | None:
     """The dimension of the rows; None if another factor is outside of them in that dimension."""
-    for number, dim in enumerate(layout.dims):
-        for place, factor in enumerate(dim):
-            if factor.axis is Axis.ROWS:
-                return None if any(before.size > 1 for before in dim[:place]) else Rows(number)
-    return Rows()
+    if placed == REPLICATED:
+        return Rows()
+    return Rows(placed.dim) if isinstance(placed, Shard) else None

@@ -7,14 +7,14 @@ are traced again at these shapes, after a proof that they treat each expert and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import Shard
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from piper.base.errors import CaptureError
@@ -25,10 +25,8 @@ from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.split_passes import Passes
 from piper.capture.code.codegen import Compiler
-from piper.capture.experts.dim_layouts import Axis, DimLayout
-from piper.capture.experts.separation import prove_separate
-from piper.capture.experts.separation_rules import Layouts
-from piper.capture.experts.sorted_share import dispatched_shape, sorted_layouts, sorted_share
+from piper.capture.experts.separation import Separate, separate, separate_sorted
+from piper.capture.experts.sorted_share import dispatched_shape, sorted_share
 from piper.capture.graphs import module_of, returned
 from piper.capture.model import Captured
 from piper.capture.shard.resizing import resized
@@ -98,9 +96,8 @@ def _resized(chunk: Chunk, dim: int, times: Fraction, of: int, parts: int) -> Bo
             "Change the batch, the sequence or the capacity of an expert, or leave axes out of "
             "shard(batch=)"
         )
-    given = _given(chunk.body, dim) if sorting is None else sorted_layouts(chunk.body, sorting, dim)
-    layouts = prove_separate(chunk.body.module.graph, given, chunk.name)
-    return _at_shapes(chunk, given, layouts, lambda layout: layout.with_rows(times).shape(1))
+    found = separate(chunk, dim) if sorting is None else separate_sorted(chunk, sorting, dim)
+    return _at_shapes(chunk, found, lambda node: found.shape(node, 1, times))
 
 
 def _traced(body: Body, joint: Joint, compiler: Compiler) -> Joint:
@@ -126,42 +123,35 @@ def _packed(x: torch.Tensor) -> Shape:
 def _share(chunk: Chunk, ways: int, dim: int) -> Body:
     """The chunk's body at the shapes of one of ``ways`` shares."""
     body = chunk.body
-    given = _given(body, dim)
-    layouts = prove_separate(body.module.graph, given, chunk.name)
-    made = _at_shapes(chunk, given, layouts, lambda layout: layout.shape(ways))
+    found = separate(chunk, dim)
+    made = _at_shapes(chunk, found, lambda node: found.shape(node, ways, Fraction(ways)))
     for before, after in zip(returned(body.module.graph), returned(made.module.graph), strict=True):
-        shape = before.meta["val"].shape
+        wanted = dispatched_shape(before.meta["val"].shape, ways)
         actual = tuple(after.meta["val"].shape)
-        if layouts[before] != _expert_major(shape) or actual != _expert_major(shape).shape(ways):
+        if found.places(before) != (Shard(0), Shard(1)) or actual != wanted:
             raise CaptureError(
                 f"region {chunk.name} mixes experts: on one of {ways} shares it makes "
-                f"{list(actual)}, not {list(dispatched_shape(shape, ways))} with the experts first "
+                f"{list(actual)}, not {list(wanted)} with the experts first "
                 "and their rows second; do the dispatch and the combination outside"
             )
     return made
 
 
-def _at_shapes(
-    chunk: Chunk,
-    given: Mapping[fx.Node, DimLayout],
-    layouts: Mapping[fx.Node, Layouts],
-    shape: Callable[[DimLayout], Shape],
-) -> Body:
-    """The chunk's body with every value at the ``shape`` that follows from its layout."""
+def _at_shapes(chunk: Chunk, found: Separate, shape: Callable[[fx.Node], Shape]) -> Body:
+    """The chunk's body with every value at its ``shape``."""
     body = chunk.body
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.module.graph, copies))
     for node, copied in copies.items():
-        made = layouts[node]
-        if isinstance(node.target, OpOverload) and isinstance(made, DimLayout) and made.axes:
+        if node.op == "call_function" and found.has_parts(node):
             copied.target, copied.args, copied.kwargs = resized(
-                copied.target, copied.args, copied.kwargs, shape(made)
+                copied.target, copied.args, copied.kwargs, shape(node)
             )
     module = module_of(graph)
-    old = body.fakes()
-    mode = old[0].fake_mode
-    fakes = [_empty(mode, x, shape(layout)) for x, layout in zip(old, given.values(), strict=True)]
+    mode = body.fakes()[0].fake_mode
+    placeholders = body.module.graph.find_nodes(op="placeholder")
+    fakes = [_empty(mode, node.meta["val"], shape(node)) for node in placeholders]
     try:
         with quiet_tracing():
             FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
@@ -173,34 +163,15 @@ def _at_shapes(
             "torch.einsum, or reshape with -1"
         ) from error
     for node, copied in copies.items():
-        layout = layouts[node]
-        made_shape = tuple(copied.meta["val"].shape) if isinstance(layout, DimLayout) else ()
-        if isinstance(layout, DimLayout) and made_shape != shape(layout):
+        value = copied.meta["val"]
+        if isinstance(value, torch.Tensor) and tuple(value.shape) != shape(node):
             raise CaptureError(
                 f"region {chunk.name} cannot run on a share of its experts: {node.target} makes "
-                f"{list(made_shape)} there, not {list(shape(layout))}; leave its sizes to its "
+                f"{list(value.shape)} there, not {list(shape(node))}; leave its sizes to its "
                 "inputs (broadcasting, -1)"
             )
     key = f"{body.key} at {[list(fake.shape) for fake in fakes]}"
     return Body(module, body.parameters, body.buffers, body.inputs, body.outputs, body.updates, key)
-
-
-def _given(body: Body, dim: int) -> dict[fx.Node, DimLayout]:
-    """The layout of each argument: experts along ``dim`` of parameters, expert-major inputs."""
-    first = body.parameters + body.buffers
-    layouts = {}
-    for i, node in enumerate(body.module.graph.find_nodes(op="placeholder")):
-        shape = node.meta["val"].shape
-        layouts[node] = (
-            DimLayout.of(shape, {dim: Axis.EXPERTS}) if i < body.parameters
-            else _expert_major(shape) if i >= first
-            else DimLayout.of(shape)
-        )  # fmt: skip
-    return layouts
-
-
-def _expert_major(shape: Sequence[int]) -> DimLayout:
-    return DimLayout.of(shape, {0: Axis.EXPERTS, 1: Axis.ROWS})
 
 
 def _empty(mode: FakeTensorMode, like: FakeTensor, shape: Shape) -> torch.Tensor:

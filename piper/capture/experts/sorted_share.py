@@ -16,14 +16,15 @@ from fractions import Fraction
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Shard
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from piper.base.errors import CaptureError
 from piper.capture.chunk.chunks import Body, Chunk
-from piper.capture.experts.dim_layouts import Axis, DimLayout
-from piper.capture.experts.separation import prove_separate
+from piper.capture.experts.separation import separate_sorted
 from piper.capture.graphs import module_of, returned
 from piper.capture.operators.grouped_mm import REGROUP
+from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.resizing import resized
 from piper.capture.trace.quiet import quiet_tracing
 from piper.ir.shards import SortedRows
@@ -43,22 +44,13 @@ def sorted_share(chunk: Chunk, found: SortedRows, ways: int, dim: int, rows: int
     placeholders = body.module.graph.find_nodes(op="placeholder")
     first = body.parameters + body.buffers
     counts = placeholders[first + found.counts]
-    given = sorted_layouts(body, found, dim)
-    layouts = prove_separate(body.module.graph, given, chunk.name)
-    times = Fraction(rows, found.rows * ways)
+    layouts = separate_sorted(chunk, found, dim)
 
     def shape(node: fx.Node) -> tuple[int, ...]:
-        layout = layouts[node]
-        assert isinstance(layout, DimLayout)
-        return layout.with_rows(times).shape(ways)
+        return layouts.shape(node, ways, Fraction(rows, found.rows))
 
     for node in returned(body.module.graph):
-        layout = layouts[node]
-        if (
-            not isinstance(layout, DimLayout)
-            or layout.axes != (Axis.ROWS,)
-            or layout.axis(0) is None
-        ):
+        if layouts.places(node) != (REPLICATED, Shard(0)):
             raise CaptureError(
                 f"region {chunk.name} mixes experts: it does not make one row for each that it "
                 "takes; do the dispatch and the combination outside"
@@ -79,7 +71,7 @@ def sorted_share(chunk: Chunk, found: SortedRows, ways: int, dim: int, rows: int
         if node.op != "call_function":
             continue
         new[node] = graph.node_copy(node, new.__getitem__)
-        if isinstance(layouts[node], DimLayout):
+        if layouts.has_parts(node):
             copied = new[node]
             copied.target, copied.args, copied.kwargs = resized(
                 copied.target, copied.args, copied.kwargs, shape(node)
@@ -96,21 +88,6 @@ def sorted_share(chunk: Chunk, found: SortedRows, ways: int, dim: int, rows: int
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
     key = f"{body.key} share {ways} of {rows} rows along {dim}"
     return Body(module, body.parameters, body.buffers, body.inputs, body.outputs, 0, key)
-
-
-def sorted_layouts(body: Body, found: SortedRows, dim: int) -> dict[fx.Node, DimLayout]:
-    """The layout of each argument: experts along ``dim`` of parameters and 0 of the counts, rows
-    along 0 of the other inputs."""
-    layouts = {}
-    first = body.parameters + body.buffers
-    for i, node in enumerate(body.module.graph.find_nodes(op="placeholder")):
-        axes = {0: Axis.ROWS} if i >= first else {}
-        if i < body.parameters:
-            axes = {dim: Axis.EXPERTS}
-        elif i == first + found.counts:
-            axes = {0: Axis.EXPERTS}
-        layouts[node] = DimLayout.of(node.meta["val"].shape, axes)
-    return layouts
 
 
 def _empty(mode: FakeTensorMode, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,19 +9,20 @@ experts, are not judged.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import Shard
 
 from piper.capture.blame import lines_of
-from piper.capture.experts.dim_layouts import Axis, Dim, DimLayout, Factor, Mixed
-from piper.capture.experts.separation import UnknownOperation, layouts_of
-from piper.capture.experts.separation_rules import Layouts, plain_layouts, rule_of
+from piper.capture.experts.part_rules import Mixed, PartRules, UnknownOperation
 from piper.capture.graphs import ancestors
+from piper.capture.shard.placements import REPLICATED, SHARDED, Placements, alike, repeated
+from piper.capture.shard.rewrites.fused_weights import dim_of
 
 aten = torch.ops.aten
 
@@ -65,7 +66,7 @@ class RowState:
     """What is known of a value."""
 
     kind: RowKind
-    layout: Layouts = ()
+    placed: Placements = REPLICATED
     mixing: RowMixing | None = None
     summed: bool | None = None
     """Of a reduction over rows: True for a sum, False for a mean, None if unknown."""
@@ -98,15 +99,18 @@ _ACROSS = (
     aten.amax, aten.amin, aten.cdist, aten.cosine_similarity,
 )  # fmt: skip
 _OFFSETS = (aten.slice, aten.diff, aten.cumsum, aten.searchsorted, aten.bucketize)
-_CONVOLUTIONS = (aten.convolution, aten.conv1d, aten.conv2d, aten.conv3d)
 
 
 def row_mixing(
-    graph: fx.Graph, inputs: Collection[fx.Node], rows: Collection[fx.Node], loss: fx.Node
+    graph: fx.Graph,
+    inputs: Collection[fx.Node],
+    rows: Collection[fx.Node],
+    loss: fx.Node,
+    rules: PartRules,
 ) -> RowMixing | None:
     """The first operation before ``loss`` that needs the whole batch. ``inputs`` are the tensors of
-    the batch; dimension 0 of those in ``rows`` is the batch."""
-    return RowWalk(graph, inputs, rows, loss).states[loss].mixing
+    the batch; dimension 0 of those in ``rows`` is the batch; ``rules`` are those of its rows."""
+    return RowWalk(graph, inputs, rows, loss, rules).states[loss].mixing
 
 
 class RowWalk:
@@ -119,14 +123,12 @@ class RowWalk:
         inputs: Collection[fx.Node],
         rows: Collection[fx.Node],
         loss: fx.Node,
+        rules: PartRules,
     ) -> None:
-        self._rows = rows
+        self._rows, self._rules = rows, rules
         self._batch = set(inputs)
         """Nodes that depend on the batch only."""
         self.states: dict[fx.Node, RowState] = {}
-        self._apart: dict[str, Layouts | None] = {}
-        """A cache of the layouts of operations without a rule, which are decomposed; None if that
-        fails."""
         needed = ancestors([loss], ())
         for node in graph.nodes:
             if node in needed:
@@ -145,7 +147,7 @@ class RowWalk:
     def _given(self, node: fx.Node) -> RowState:
         if node not in self._rows:
             return _FIXED
-        return RowState(RowKind.ROWS, DimLayout.of(node.meta["val"].shape, {0: Axis.ROWS}))
+        return RowState(RowKind.ROWS, Shard(0))
 
     def _made(self, node: fx.Node) -> RowState:
         given = [self.states[x] for x in node.all_input_nodes]
@@ -182,12 +184,13 @@ class RowWalk:
         return self._mixed(node, Meeting.MEAN)
 
     def _of_rows(self, node: fx.Node, packet: Any) -> RowState:
-        layouts = {
-            x: state.layout if state.kind is RowKind.ROWS else plain_layouts(x.meta["val"])
-            for x, state in ((x, self.states[x]) for x in node.all_input_nodes)
+        states = {x: self.states[x] for x in node.all_input_nodes}
+        placed = {
+            x: state.placed if state.kind is RowKind.ROWS else alike(x.meta["val"], REPLICATED)
+            for x, state in states.items()
         }
         try:
-            return RowState(RowKind.ROWS, _simple(self._layouts(node, packet, layouts)))
+            return RowState(RowKind.ROWS, self._rules.of(node, placed, loose=True))
         except UnknownOperation:
             return _REDUCED if _reduces(node, packet) and _is_single(node) else _UNKNOWN
         except Mixed:
@@ -196,40 +199,17 @@ class RowWalk:
             return RowState(RowKind.REDUCED, summed=_sums(node, packet))
         if packet in _OFFSETS and self._is_offsets(node):
             return self._mixed(node, Meeting.OFFSETS)
-        if packet in _PRODUCTS and _sums_over_rows(node, layouts):
+        if packet in _PRODUCTS and _sums_over_rows(node, placed):
             return _REDUCED
         if packet is aten.cat:
-            joined = _joined(node, layouts)
+            joined = _joined(node, placed)
             return _UNKNOWN if joined is None else RowState(RowKind.ROWS, joined)
-        with_rows = [x for x in layouts if self.states[x].kind is RowKind.ROWS]
+        with_rows = [x for x, state in states.items() if state.kind is RowKind.ROWS]
         if packet in _PRODUCTS and len(with_rows) == 1:
             return _UNKNOWN  # the other may be a table repeated for every row
         if (packet in _ACROSS or _is_pointwise(node)) and _is_real(node):
             return self._mixed(node, Meeting.ROWS)
         return _UNKNOWN
-
-    def _layouts(self, node: fx.Node, packet: Any, layouts: Mapping[fx.Node, Layouts]) -> Layouts:
-        first = node.all_input_nodes[0]
-        if packet in _CONVOLUTIONS:
-            return _convolved(node, layouts[first])
-        if packet is aten.scaled_dot_product_attention:
-            return _attended(node, layouts)
-        if _is_pointwise(node):
-            return _elementwise(node, layouts)
-        if node.target is operator.getitem or rule_of(node.target) is not None:
-            return layouts_of(node, layouts)
-        layout_of: Callable[[fx.Node], Any] = layouts.__getitem__
-        args = fx.node.map_arg((node.args, node.kwargs), layout_of)
-        key = f"{node.target}{args!r}"
-        if key not in self._apart:
-            try:
-                self._apart[key] = layouts_of(node, layouts)
-            except UnknownOperation:
-                self._apart[key] = None
-        known = self._apart[key]
-        if known is None:
-            raise UnknownOperation(str(node.target))
-        return known
 
     def _is_offsets(self, node: fx.Node) -> bool:
         """Whether ``node`` slices or accumulates an integer tensor of the batch with one number per
@@ -255,23 +235,6 @@ def _trains(node: fx.Node) -> bool:
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return bool(given.get("training", given.get("train", "update" in str(node.target))))
-
-
-def _simple(layouts: Layouts) -> Layouts:
-    """The layouts with rows kept apart and all other neighbouring factors merged."""
-    if not isinstance(layouts, DimLayout):
-        return tuple(x and DimLayout(tuple(map(_sizes, x.dims))) for x in layouts)
-    return DimLayout(tuple(map(_sizes, layouts.dims)))
-
-
-def _sizes(dim: Dim) -> Dim:
-    sizes: list[Factor] = []
-    for factor in dim:
-        if factor.axis is None and sizes and sizes[-1].axis is None:
-            sizes[-1] = Factor(sizes[-1].size * factor.size)
-        elif factor.axis is not None or factor.size > 1:
-            sizes.append(Factor(factor.size, factor.axis))
-    return tuple(sizes)
 
 
 def _is_single(node: fx.Node) -> bool:
@@ -304,74 +267,21 @@ def _is_real(node: fx.Node) -> bool:
     return isinstance(first, Tensor) and first.is_floating_point()
 
 
-def _sums_over_rows(node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> bool:
+def _sums_over_rows(node: fx.Node, placed: Mapping[fx.Node, Placements]) -> bool:
     """Whether a product sums over the rows of both arguments: ``x.T @ y``."""
-    tensors = [layouts[x] for x in node.all_input_nodes]
-    if len(tensors) != 2 or node.target not in (aten.mm.default, aten.matmul.default):
+    if node.target not in (aten.mm.default, aten.matmul.default):
         return False
-    a, b = tensors
-    if not isinstance(a, DimLayout) or not isinstance(b, DimLayout):
-        return False
-    if len(a.dims) != 2 or len(b.dims) != 2:
-        return False
-    return a.axis(-1) is Axis.ROWS and b.axis(-2) is Axis.ROWS
+    return [placed.get(x) for x in node.args if isinstance(x, fx.Node)] == [Shard(1), Shard(0)]
 
 
-def _joined(node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> DimLayout | None:
-    """The layout of equal layouts concatenated along rows: a multiple of the rows of the batch."""
-    parts = [layouts[x] for x in node.all_input_nodes]
-    first = parts[0]
-    dim = node.args[1] if len(node.args) > 1 else 0
-    if not isinstance(first, DimLayout) or any(part != first for part in parts):
+def _joined(node: fx.Node, placed: Mapping[fx.Node, Placements]) -> Placements | None:
+    """The placement of values of one size joined along rows: a multiple of the batch's rows."""
+    joined: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    (made, *others) = {placed[x] for x in joined}
+    if others or len({x.meta["val"].shape for x in joined}) > 1 or not isinstance(made, SHARDED):
         return None
-    assert isinstance(dim, int)
-    if node.all_input_nodes != list(node.args[0]):  # type: ignore[arg-type]
-        return None
-    made = (Factor(len(parts)), *first.dims[dim])
-    return first.at(dim, [made])
+    return repeated(made, len(joined)) if dim_of(node, 1) == made.dim else None
 
 
 def _is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _elementwise(node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> DimLayout:
-    """The layout of an elementwise operation. Rows must be in the same dimension of all arguments
-    that have them; arguments without rows may have the same size there."""
-    shape = node.meta["val"].shape
-    made = DimLayout.of(shape)
-    with_rows: dict[int, Dim] = {}
-    for x in node.all_input_nodes:
-        layout = layouts[x]
-        assert isinstance(layout, DimLayout)
-        for i, dim in enumerate(layout.dims, len(shape) - len(layout.dims)):
-            if all(factor.axis is None for factor in dim):
-                continue
-            if with_rows.setdefault(i, dim) != dim or len(with_rows) > 1:
-                raise Mixed(Axis.ROWS)
-    for i, dim in with_rows.items():
-        made = made.at(i, [dim])
-    if made.shape(1) != tuple(shape):
-        raise UnknownOperation(str(node.target))
-    return made
-
-
-def _attended(node: fx.Node, layouts: Mapping[fx.Node, Layouts]) -> DimLayout:
-    """The layout of attention, which is within each row."""
-    shape = node.meta["val"].shape
-    made = DimLayout.of(shape, {0: Axis.ROWS})
-    for x in node.all_input_nodes:
-        layout = layouts[x]
-        first = isinstance(layout, DimLayout) and layout.dims[0] == made.dims[0]
-        mask = x not in node.args[:3] and isinstance(layout, DimLayout) and not layout.axes
-        if not first and not mask:
-            raise UnknownOperation(str(node.target))
-    return made
-
-
-def _convolved(node: fx.Node, layout: Layouts) -> Layouts:
-    if not isinstance(layout, DimLayout) or layout.axis(0) is not Axis.ROWS:
-        raise UnknownOperation(str(node.target))
-    layout.plain(range(1, len(layout.dims)))
-    rest = DimLayout.of(node.meta["val"].shape[1:])
-    return DimLayout((layout.dims[0], *rest.dims))

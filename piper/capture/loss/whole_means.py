@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.code.totals import Totals
-from piper.capture.experts.dim_layouts import Axis, DimLayout, Mixed
-from piper.capture.experts.separation import UnknownOperation, layouts_of
-from piper.capture.experts.separation_rules import Layouts, plain_layouts
+from piper.capture.experts.part_rules import Mixed, PartRules, UnknownOperation
 from piper.capture.graphs import ancestors, extract, flops, is_random, moved, returned, workspace
+from piper.capture.shard.placements import REPLICATED, Placements, alike
 from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
 
@@ -73,7 +73,7 @@ class _Kind(Enum):
 @dataclass(frozen=True, slots=True)
 class _Known:
     kind: _Kind
-    layout: Layouts = ()
+    placed: Placements = REPLICATED
     degree: int = 0
     """It grows as this power of the number of rows: 1 for a sum over rows, 0 for a mean."""
 
@@ -97,11 +97,12 @@ class MeanEnds:
 
 
 def take_whole_means(
-    graph: fx.Graph, ends: MeanEnds, parts: int
+    graph: fx.Graph, ends: MeanEnds, parts: int, rules: PartRules
 ) -> tuple[dict[fx.Node, str], Totals | None]:
     """Rewrite ``graph``, a step on one of ``parts`` equal parts of a batch. Returns its additional
-    inputs, with names, and how they are computed."""
-    rewriting = _Rewriting(graph, ends, parts)
+    inputs, with names, and how they are computed.
+    ``rules`` are those of the rows of the batch."""
+    rewriting = _Rewriting(graph, ends, parts, rules)
     scope = ancestors(ends.results, ()) - ancestors(ends.kept, ())
     for node in list(graph.nodes):
         if node.op == "call_function":
@@ -112,8 +113,8 @@ def take_whole_means(
 class _Rewriting:
     """One pass over a graph, in its order."""
 
-    def __init__(self, graph: fx.Graph, ends: MeanEnds, parts: int) -> None:
-        self._graph, self._ends, self._parts = graph, ends, parts
+    def __init__(self, graph: fx.Graph, ends: MeanEnds, parts: int, rules: PartRules) -> None:
+        self._graph, self._ends, self._parts, self._rules = graph, ends, parts, rules
         self._place = returned(graph).index(ends.loss)
         self._known: dict[fx.Node, _Known] = {}
         self._varies: set[fx.Node] = set()
@@ -126,11 +127,9 @@ class _Rewriting:
         """Nodes that are divided (or multiplied) by a total."""
         self._last = [*graph.find_nodes(op="placeholder")][-1]
         for node in ends.inputs:
-            value = node.meta["val"]
-            has_rows = node in ends.rows
-            layout = DimLayout.of(value.shape, {0: Axis.ROWS} if has_rows else None)
-            self._known[node] = _Known(_Kind.ROWS if has_rows else _Kind.FIXED, layout)
-            if has_rows:
+            self._known[node] = _FIXED
+            if node in ends.rows:
+                self._known[node] = _Known(_Kind.ROWS, Shard(0))
                 self._varies.add(node)
 
     def visit(self, node: fx.Node, *, within: bool) -> None:
@@ -162,12 +161,12 @@ class _Rewriting:
         return None
 
     def _of_rows(self, node: fx.Node) -> _Known | None:
-        layouts = {
-            x: known.layout if known.kind is _Kind.ROWS else plain_layouts(x.meta["val"])
+        placed = {
+            x: known.placed if known.kind is _Kind.ROWS else alike(x.meta["val"], REPLICATED)
             for x, known in ((x, self._known[x]) for x in node.all_input_nodes)
         }
         try:
-            return _Known(_Kind.ROWS, layouts_of(node, layouts))
+            return _Known(_Kind.ROWS, self._rules.of(node, placed))
         except Mixed:
             if node.target in (*_SUMS, *_MEANS):
                 return _Known(_Kind.ADDED, degree=int(node.target in _SUMS))

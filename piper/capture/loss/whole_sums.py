@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx
 
+from piper.capture.experts.part_rules import PartRules
 from piper.capture.loss.row_mixing import RowKind, RowState, RowWalk
 
 aten = torch.ops.aten
@@ -36,13 +37,15 @@ def take_whole_sums(
     rows: Collection[fx.Node],
     loss: fx.Node,
     parts: int,
+    rules: PartRules,
 ) -> None:
     """Multiply by ``parts`` each sum over rows that ``loss`` is linear in. ``graph`` is a step on
-    one of ``parts`` equal parts of a batch; dimension 0 of the inputs in ``rows`` is the batch."""
+    one of ``parts`` equal parts of a batch; dimension 0 of the inputs in ``rows`` is the batch;
+    ``rules`` are those of its rows."""
     if parts == 1 or not rows:
         return
     size = next(iter(rows)).meta["val"].shape[0]
-    states = RowWalk(graph, inputs, rows, loss).states
+    states = RowWalk(graph, inputs, rows, loss, rules).states
     for reader, summed in _uses(graph.output_node(), loss, states, size) or ():
         with graph.inserting_after(summed):
             whole = graph.call_function(aten.mul.Tensor, (summed, float(parts)))

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.intercept.autograd_functions import FunctionCall
 from piper.capture.shard.local_graph import plain
-from piper.capture.shard.placements import REPLICATED, Placements
+from piper.capture.shard.placements import REPLICATED, Placements, alike
 from piper.capture.shard.rewrites.flattening import VIEWS, flattened, unflattened
 from piper.capture.shard.rewrites.fused_weights import SPLITS, ShardedSections, dim_of, section
 from piper.capture.shard.rewrites.routing import routed
@@ -219,10 +219,3 @@ class Placing:
         if not isinstance(made, Shard):
             return made if isinstance(made, Partial) else None
         return first.on(made.dim, whole.shape[made.dim], self._parts)
-
-
-def alike(whole: Any, placement: Placement) -> Any:
-    """``placement`` for a tensor, or for each of several."""
-    if isinstance(whole, list | tuple):
-        return tuple(placement if isinstance(x, Tensor) else None for x in whole)
-    return placement

@@ -28,8 +28,8 @@ from piper.capture.chunk.chunks import Body
 from piper.capture.chunk.recomputing import recomputed_in
 from piper.capture.graphs import is_random
 from piper.capture.shard.local_graph import LocalGraph, LocalLayout, differentiable, is_shard
-from piper.capture.shard.placement_search import MEAN, SUM, Placing, alike
-from piper.capture.shard.placements import REPLICATED
+from piper.capture.shard.placement_search import MEAN, SUM, Placing
+from piper.capture.shard.placements import REPLICATED, alike
 from piper.capture.shard.resizing import resized
 from piper.capture.shard.rewrites.context_parallel import causal_shards, wanted_keys
 from piper.capture.shard.rewrites.fused_weights import SPLITS, ShardedSections, dim_of, section

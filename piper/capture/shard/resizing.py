@@ -13,6 +13,13 @@ from piper.capture.operators.grouped_mm import EXPERT_ROWS
 _SIZES = ("size", "sizes", "shape")
 
 
+def takes_sizes(target: Any) -> bool:
+    """Whether the arguments of an operation have sizes of its result."""
+    schema = getattr(target, "_schema", None)
+    names = {argument.name for argument in schema.arguments} if schema else set()
+    return target is EXPERT_ROWS or not names.isdisjoint(_SIZES)
+
+
 def resized(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Sequence[int]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper.capture.shard.placements import REPLICATED
-from piper.ir.collectives import Placement
+from piper.capture.shard.placements import REPLICATED, SHARDED, PartPlacement
 
 aten = torch.ops.aten
 
@@ -42,7 +40,7 @@ def apart(
     func: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    placement: Callable[[Tensor], Placement],
+    placement: Callable[[Tensor], PartPlacement],
 ) -> bool:
     """Whether shards can be computed independently, as far as torch's rule does not check it."""
     _, given = _named(func, args, kwargs)
@@ -52,9 +50,9 @@ def apart(
     if func is aten.gather.default:
         x, index = given["self"], given["index"]
         here, there = placement(x), placement(index)
-        if here == REPLICATED and isinstance(there, Shard):
+        if here == REPLICATED and isinstance(there, SHARDED):
             return bool(there.dim == given["dim"])
-        if not isinstance(here, Shard) or here != there or here.dim == given["dim"]:
+        if not isinstance(here, SHARDED) or here != there or here.dim == given["dim"]:
             return False
         return bool(x.shape[here.dim] == index.shape[here.dim])
     # no shard knows how often an index occurs

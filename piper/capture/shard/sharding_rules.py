@@ -8,6 +8,7 @@ inputs would have to be redistributed first. It decomposes a composite operation
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,41 +24,60 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.operators.grouped_mm import EXPERT_ROWS, GROUPED_MM
 from piper.capture.operators.head_tail_attention import HEAD_TAIL
-from piper.capture.shard.placements import REPLICATED, Placements
+from piper.capture.shard.placements import REPLICATED, SHARDED, PartPlacement, Placements
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION, NAMES
 from piper.capture.shard.rule_checks import Numbers, apart, from_the_front
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.ir.collectives import Placement
 
 
 class Rules:
-    """The sharding rules along one axis."""
+    """The sharding rules along one axis. With ``spread``, a tensor that an operation repeats once
+    for each device can count as sharded."""
 
-    def __init__(self, axis: ShardAxis) -> None:
-        self._axis = axis
+    def __init__(self, axis: ShardAxis, *, spread: bool = False) -> None:
+        self._axis, self._spread = axis, spread
         self._mesh = DeviceMesh("cpu", torch.arange(axis.ways), _init_backend=False, _rank=0)
-        self._known: dict[object, Placements | None] = {}
+        self._known: dict[object, Placements | NotImplementedError | None] = {}
 
     def ask(
         self,
         target: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Mapping[int, Placement],
+        given: Mapping[int, PartPlacement],
     ) -> Placements | None:
         """The placements of the results of ``target``; None if it cannot be computed from shards
         placed so. ``given`` has the placements of the fake tensors in its arguments, by ``id``."""
+        try:
+            return self.answer(target, args, kwargs, given)
+        except NotImplementedError:
+            return None
+
+    def answer(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Mapping[int, PartPlacement],
+    ) -> Placements | None:
+        """The same; raises ``NotImplementedError`` if there is no rule for ``target``."""
         key = _key(target, args, kwargs, given)
         if key not in self._known:
-            self._known[key] = self._ask(target, args, kwargs, given)
-        return self._known[key]
+            try:
+                self._known[key] = self._ask(target, args, kwargs, given)
+            except NotImplementedError:
+                self._known[key] = NotImplementedError(str(target))
+        found = self._known[key]
+        if isinstance(found, NotImplementedError):
+            raise found
+        return found
 
     def _ask(
         self,
         target: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Mapping[int, Placement],
+        given: Mapping[int, PartPlacement],
     ) -> Placements | None:
         if target is ATTENTION and self._axis.head_tail:
             return _queries(args, kwargs, given)
@@ -70,16 +90,36 @@ class Rules:
             return _grouped(target, [given.get(id(x), REPLICATED) for x in args[:2]])
         if target is torch.ops.aten.dropout.default:
             placed = given.get(id(args[0]), REPLICATED)
-            return placed if type(placed) is Shard else None
+            return placed if isinstance(placed, SHARDED) else None
+        made = self._run(target, args, kwargs, given, spread=False)
+        if made is None and self._spread:
+            return self._run(target, args, kwargs, given, spread=True)
+        return made
+
+    def _run(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Mapping[int, PartPlacement],
+        *,
+        spread: bool,
+    ) -> Placements | None:
         fake = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
-        asking = _Asking(self._mesh, given, self._axis.parts if self._axis.head_tail else 1)
+        divisor = self._axis.parts if self._axis.head_tail else 1
+        asking = _Asking(self._mesh, given, divisor, self._axis.ways if spread else 0)
+        call = _elementwise if _is_own_elementwise(target) else target
         try:
             with torch.no_grad(), fake.fake_mode, asking:
-                made = target(*args, **kwargs)
+                made = call(*args, **kwargs)
+        except NotImplementedError:
+            raise
         except _UNKNOWN:
             return None
-        if asking.numbers != self._on_shards(target, args, kwargs, given, fake.fake_mode):
-            return None  # a number comes from a size, such as the row count of a mean
+        if asking.parts != [target]:
+            numbers = self._on_shards(target, args, kwargs, given, fake.fake_mode)
+            if asking.numbers != numbers:
+                return None  # a number comes from a size, such as the row count of a mean
         return _each(made, asking.placement)
 
     def _on_shards(
@@ -87,14 +127,14 @@ class Rules:
         target: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Mapping[int, Placement],
+        given: Mapping[int, PartPlacement],
         mode: FakeTensorMode,
     ) -> list[float]:
         """The numbers that an operation computes with on shards."""
 
         def shard(x: Tensor) -> Tensor:
             placed = given.get(id(x), REPLICATED)
-            if not isinstance(placed, Shard):
+            if not isinstance(placed, SHARDED):
                 return x
             shape = list(x.shape)
             shape[placed.dim] = -(-shape[placed.dim] // self._axis.ways)
@@ -112,7 +152,10 @@ class Rules:
 
 
 def _key(
-    target: object, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
+    target: object,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Mapping[int, PartPlacement],
 ) -> object:
     def shown(x: Any) -> object:
         if not isinstance(x, Tensor):
@@ -129,7 +172,6 @@ class _RedistributionError(Exception):
 
 _UNKNOWN = (
     _RedistributionError,
-    NotImplementedError,
     RuntimeError,
     ValueError,
     AssertionError,
@@ -140,13 +182,17 @@ _UNKNOWN = (
 class _Asking(Numbers):
     """Runs operations on fake tensors of the whole, and records the placements of the results."""
 
-    def __init__(self, mesh: DeviceMesh, given: Mapping[int, Placement], parts: int) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, given: Mapping[int, PartPlacement], divisor: int, spread: int
+    ) -> None:
         super().__init__()
-        self._mesh, self._parts = mesh, parts
+        self._mesh, self._divisor, self._spread = mesh, divisor, spread
         self._placed = dict(given)
         self._alive: list[Tensor] = []  # so that their ids stay unique
+        self.parts: list[OpOverload] = []
+        """The operations that ran, more than one if a composite operation was called."""
 
-    def placement(self, x: Tensor) -> Placement:
+    def placement(self, x: Tensor) -> PartPlacement:
         return self._placed.get(id(x), REPLICATED)
 
     def __torch_dispatch__(
@@ -159,11 +205,22 @@ class _Asking(Numbers):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        self.parts.append(func)
         made = super().__torch_dispatch__(func, types, args, kwargs)
         taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(self.placement(x) != REPLICATED for x in taken):
             self._note(made, self._rule(func, args, kwargs))
+        elif func is torch.ops.aten.expand.default:
+            self._repeated(args[0], made)
         return made
+
+    def _repeated(self, x: Tensor, made: Tensor) -> None:
+        """Take a tensor that is repeated for each device for sharded."""
+        before = (*(1,) * (made.dim() - x.dim()), *x.shape)
+        for dim, (size, repeated) in enumerate(zip(before, made.shape, strict=True)):
+            if size == 1 and repeated == self._spread:
+                self._placed[id(made)] = Shard(dim)
+                self._alive.append(made)
 
     def _rule(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         rules = DTensor._op_dispatcher.sharding_propagator
@@ -192,7 +249,7 @@ class _Asking(Numbers):
         for x, spec in zip(made, specs, strict=True):
             if isinstance(x, Tensor):
                 placed = spec.placements[0]
-                if isinstance(placed, Shard) and x.shape[placed.dim] % self._parts:
+                if isinstance(placed, Shard) and x.shape[placed.dim] % self._divisor:
                     raise _RedistributionError
                 self._placed[id(x)] = placed
                 self._alive.append(x)
@@ -205,13 +262,26 @@ def _specs(schema: OpSchema) -> list[DTensorSpec]:
     return [x for x in leaves if isinstance(x, DTensorSpec)]
 
 
-def _each(made: Any, placement: Callable[[Tensor], Placement]) -> Placements:
+def _is_own_elementwise(target: object) -> bool:
+    """Whether a user's operation is tagged as elementwise; torch has rules for its own."""
+    if not isinstance(target, OpOverload) or target.namespace in ("aten", "prims"):
+        return False
+    return torch.Tag.pointwise in target.tags
+
+
+def _elementwise(*args: Any, **kwargs: Any) -> Tensor:
+    """An operation on the tensors in the arguments that is elementwise and not linear."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return functools.reduce(torch.atan2, tensors).cos()
+
+
+def _each(made: Any, placement: Callable[[Tensor], PartPlacement]) -> Placements:
     if isinstance(made, list | tuple):
         return tuple(_each(x, placement) if isinstance(x, Tensor) else None for x in made)
     return placement(made)
 
 
-def _grouped(target: object, places: Sequence[Placement]) -> Placements | None:
+def _grouped(target: object, places: Sequence[PartPlacement]) -> Placements | None:
     """Expert weights may be sharded along the output or the summed dimension of their product,
     expert biases along the output dimension."""
     if target is EXPERT_ROWS:
@@ -222,20 +292,22 @@ def _grouped(target: object, places: Sequence[Placement]) -> Placements | None:
 
 
 def _attention(
-    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
+    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, PartPlacement]
 ) -> Placements | None:
     """Rows and heads are independent; torch has no single rule for all attention kernels."""
     taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
     places = [given.get(id(taken[name]), REPLICATED) for name in NAMES[:3]]
-    if places[0] not in (Shard(0), Shard(1)) or len(taken["query"].shape) != 4:
+    rank = len(taken["query"].shape)
+    if places[0] != Shard(0) and (places[0] != Shard(1) or rank != 4):
         return None
     if any(place != places[0] for place in places):
         return None
-    return places[0] if _masked_alike(taken.get("attn_mask"), places[0].dim, given) else None
+    alike = _masked_alike(taken.get("attn_mask"), places[0].dim - rank, given)
+    return places[0] if alike else None
 
 
 def _queries(
-    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Placement]
+    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, PartPlacement]
 ) -> Placements | None:
     """Queries are independent if each device has all keys and values. ``is_causal`` is refused: it
     means a mask for whole sequences."""
@@ -243,14 +315,14 @@ def _queries(
     places = [given.get(id(taken[name]), REPLICATED) for name in NAMES[:3]]
     if taken.get("is_causal") or places != [Shard(2), REPLICATED, REPLICATED]:
         return None
-    fits = len(taken["query"].shape) == 4 and _masked_alike(taken.get("attn_mask"), 2, given)
+    fits = len(taken["query"].shape) == 4 and _masked_alike(taken.get("attn_mask"), -2, given)
     return Shard(2) if fits else None
 
 
-def _masked_alike(mask: Tensor | None, dim: int, given: Mapping[int, Placement]) -> bool:
-    """Whether the mask is sharded like the scores along ``dim``."""
+def _masked_alike(mask: Tensor | None, dim: int, given: Mapping[int, PartPlacement]) -> bool:
+    """Whether the mask is sharded like the scores along ``dim``, counted from the last."""
     if mask is None:
         return True
-    dim += len(mask.shape) - 4
+    dim += len(mask.shape)
     broadcast = dim < 0 or mask.shape[dim] == 1
     return given.get(id(mask), REPLICATED) == (REPLICATED if broadcast else Shard(dim))

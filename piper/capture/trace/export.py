@@ -26,6 +26,7 @@ from piper.base.errors import CaptureError, warn
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import RecordLines, explain, user_frames, user_name
 from piper.capture.code.totals import Totals
+from piper.capture.experts.part_rules import part_rules
 from piper.capture.graphs import returned
 from piper.capture.intercept.autograd_functions import Functions, function_ops, kept_whole
 from piper.capture.intercept.bincount import FixedCounts
@@ -232,9 +233,10 @@ def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
     graph = exported.graph
     given = zip(exported.inputs, batch.tensors, strict=True)
     rows = {node for node, x in given if batch.has_rows(x)}
+    rules = part_rules(max((node.meta["val"].shape[0] for node in rows), default=1))
     before = returned(graph)
     if exported.count is None:
-        take_whole_sums(graph, exported.inputs, rows, exported.loss, parts)
+        take_whole_sums(graph, exported.inputs, rows, exported.loss, parts, rules)
     now = dict(zip(before, returned(graph), strict=True))
     loss, outputs = now[exported.loss], tuple(now[node] for node in exported.outputs)
     ends = MeanEnds(
@@ -244,7 +246,7 @@ def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
         results=outputs if exported.count else (loss, *outputs),
         kept=(loss, exported.count) if exported.count else (),
     )
-    inputs, totals = take_whole_means(graph, ends, parts)
+    inputs, totals = take_whole_means(graph, ends, parts, rules)
     now = dict(zip(before, returned(graph), strict=True))
     loss = now[exported.loss]
     return replace(
@@ -255,7 +257,7 @@ def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
         outputs=tuple(now[node] for node in exported.outputs),
         updates={name: now[node] for name, node in exported.updates.items()},
         totals=totals,
-        mixing=row_mixing(graph, exported.inputs, rows, loss) if parts > 1 else None,
+        mixing=row_mixing(graph, exported.inputs, rows, loss, rules) if parts > 1 else None,
     )
 
 

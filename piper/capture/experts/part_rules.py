@@ -1,0 +1,211 @@
+"""Whether an operation treats each part of a dimension by itself (each expert, each row), and where
+the parts are in its result.
+
+Along an axis with one device for each part, torch's sharding rules say whether an operation can be
+computed without communication. If not, it mixes parts. The rules are asked for twice the parts,
+because they would not see the dimension of a single one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.distributed.tensor import Partial, Shard
+from torch.utils import _pytree as pytree
+
+from piper.capture.operators.grouped_mm import EXPERT_OFFSETS, EXPERT_ROWS, GROUPED_MM
+from piper.capture.shard.placements import REPLICATED, SHARDED, Placements, alike, sections
+from piper.capture.shard.resizing import resized, takes_sizes
+from piper.capture.shard.rewrites.attention_dropout import ATTENTION
+from piper.capture.shard.shard_axis import ShardAxis
+from piper.capture.shard.sharding_rules import Rules
+from piper.capture.trace.quiet import hushed_loggers
+from piper.ir.collectives import Placement
+
+aten = torch.ops.aten
+FIRST = Shard(0)
+
+
+class Axis(Enum):
+    """The axes along which devices hold different parts."""
+
+    EXPERTS = "experts"
+    ROWS = "rows"
+
+
+class Mixed(Exception):  # noqa: N818 - a finding, which becomes an error where the region is known
+    """An operation does not treat each part by itself."""
+
+
+class UnknownOperation(Exception):  # noqa: N818 - becomes an error where the region is known
+    """An operation for which torch has no sharding rule."""
+
+
+_SORTED: Mapping[Axis, Mapping[Any, tuple[Sequence[Placement], Placement]]] = {
+    Axis.EXPERTS: {
+        EXPERT_OFFSETS: ([FIRST], FIRST),
+        GROUPED_MM: ([REPLICATED, FIRST, FIRST], REPLICATED),
+        EXPERT_ROWS: ([FIRST, FIRST], REPLICATED),
+    },
+    Axis.ROWS: {
+        GROUPED_MM: ([FIRST, REPLICATED, REPLICATED], FIRST),
+        EXPERT_ROWS: ([REPLICATED, REPLICATED], FIRST),
+    },
+}
+"""Operations on rows that are sorted by expert, with the counts of these rows: the placements of
+their tensors and of their result. Each device has all rows of its experts."""
+
+
+@lru_cache(maxsize=16)
+def part_rules(parts: int, sorted_rows: Axis | None = None) -> PartRules:
+    """The same rules for the same arguments: a model is traced for training, for evaluation and for
+    each number of rows, and torch's rules take milliseconds."""
+    return PartRules(parts, sorted_rows)
+
+
+class PartRules:
+    """The rules along one axis of ``parts``; with ``sorted_rows``, those rows that are sorted by
+    expert have along this axis."""
+
+    def __init__(self, parts: int, sorted_rows: Axis | None = None) -> None:
+        self._rules = Rules(ShardAxis("parts", 2 * parts), spread=True)
+        self._sorted = _SORTED[sorted_rows] if sorted_rows else {}
+        self._known: dict[object, Placements | None] = {}
+        self._unknown: set[object] = set()
+
+    def of(
+        self, node: fx.Node, known: Mapping[fx.Node, Placements], *, loose: bool = False
+    ) -> Placements:
+        """The placement of an operation's result; raises ``Mixed`` or ``UnknownOperation``.
+        ``loose`` takes values without parts for values of each part if their size fits."""
+        if node.target is operator.getitem:
+            made, index = known[node.args[0]], node.args[1]  # type: ignore[index]
+            assert isinstance(made, tuple)
+            assert isinstance(index, int)
+            picked = made[index]
+            assert picked is not None
+            return picked
+        given = {x: known[x] for x in node.all_input_nodes}
+        if node.target in self._sorted:
+            tensors, result = self._sorted[node.target]
+            if [given[x] for x in node.args if isinstance(x, fx.Node)] != tensors:
+                raise Mixed
+            return result
+        if not any(map(_has_parts, given.values())):
+            return alike(node.meta["val"], REPLICATED)
+        if not isinstance(node.target, OpOverload):  # an autograd function
+            raise UnknownOperation(str(node.target))
+        for placed in (given, _repeated(node, given, loose=loose)):
+            key = _key(node, placed)
+            if key not in self._known:
+                try:
+                    with hushed_loggers():
+                        self._known[key] = self._asked(node, placed)
+                except NotImplementedError:
+                    self._known[key] = None
+                    self._unknown.add(key)
+            found = self._known[key]
+            if found is not None:
+                return found
+        raise UnknownOperation(str(node.target)) if key in self._unknown else Mixed
+
+    def _asked(self, node: fx.Node, given: Mapping[fx.Node, Placements]) -> Placements | None:
+        fakes = {x: _twice(x.meta["val"], p) for x, p in given.items()}
+        placed = {id(fakes[x]): p for x, p in given.items() if not isinstance(p, tuple)}
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, fakes.__getitem__, (node.args, dict(node.kwargs))
+        )
+        if not takes_sizes(node.target):
+            made = self._rules.answer(node.target, args, kwargs, placed)  # type: ignore[arg-type]
+            return None if made is None or _is_partial(made) else made
+        for shape, result in _shapes(node, given):
+            made = self._rules.answer(*resized(node.target, args, kwargs, shape), placed)
+            if made is not None and (made.dim if isinstance(made, SHARDED) else None) == result:
+                return made
+        return None
+
+
+def _has_parts(made: Placements | None) -> bool:
+    if isinstance(made, tuple):
+        return any(map(_has_parts, made))
+    return isinstance(made, SHARDED)
+
+
+def _is_partial(made: Placements | None) -> bool:
+    return any(map(_is_partial, made)) if isinstance(made, tuple) else isinstance(made, Partial)
+
+
+def _twice(value: Any, placed: Placements) -> Any:
+    """A tensor with twice the parts."""
+    if not isinstance(value, Tensor) or isinstance(placed, tuple):
+        return value
+    shape = list(value.shape)
+    if isinstance(placed, SHARDED):
+        shape[placed.dim] *= 2
+    with torch.no_grad():
+        return value.new_empty(shape)
+
+
+def _shapes(
+    node: fx.Node, given: Mapping[fx.Node, Placements]
+) -> Iterator[tuple[list[int], int | None]]:
+    """The shapes that a result of given size may have for twice the parts, likely ones first, with
+    the dimension of the parts."""
+    shape = list(node.meta["val"].shape)
+    (source, placed), *_ = ((x, p) for x, p in given.items() if isinstance(p, SHARDED))
+    outside = math.prod(source.meta["val"].shape[: placed.dim]) * sections(placed)
+    before = [math.prod(shape[:dim]) for dim in range(len(shape))]
+    for dim in sorted(range(len(shape)), key=lambda dim: (-before[dim], dim)):
+        if outside % before[dim] == 0:
+            yield [*shape[:dim], 2 * shape[dim], *shape[dim + 1 :]], dim
+    yield shape, None
+
+
+def _repeated(
+    node: fx.Node, given: Mapping[fx.Node, Placements], *, loose: bool
+) -> dict[fx.Node, Placements]:
+    """``given``, but with values that were expanded to the number of parts taken for parts. If
+    ``loose``, elementwise operations take any value of this size so."""
+    (source, placed), *_ = ((x, p) for x, p in given.items() if _has_parts(p))
+    found = dict(given)
+    if not isinstance(placed, SHARDED):
+        return found
+    shape = source.meta["val"].shape
+    aligned = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is ATTENTION
+    for x, p in given.items():
+        mine = x.meta["val"].shape if isinstance(x.meta["val"], Tensor) else ()
+        dim = placed.dim - len(shape) + len(mine)
+        if p != REPLICATED or dim < 0 or mine[dim] != shape[placed.dim]:
+            continue
+        if (loose and aligned) or _expands(x, dim):
+            found[x] = Shard(dim) if isinstance(placed, Shard) else placed
+    return found
+
+
+def _expands(node: fx.Node, dim: int) -> bool:
+    """Whether all elements along a dimension are the same."""
+    if node.target is not aten.expand.default:
+        return False
+    shape = node.all_input_nodes[0].meta["val"].shape
+    dim += len(shape) - len(node.meta["val"].shape)
+    return bool(dim < 0 or shape[dim] == 1)
+
+
+def _key(node: fx.Node, given: Mapping[fx.Node, Placements]) -> object:
+    def shown(x: Any) -> object:
+        value = x.meta["val"] if isinstance(x, fx.Node) else None
+        if not isinstance(value, Tensor):
+            return repr(x)
+        return tuple(value.shape), value.dtype, value.device.type, given[x]
+
+    leaves, tree = pytree.tree_flatten((node.args, dict(node.kwargs)))
+    shape = getattr(node.meta["val"], "shape", ())
+    return node.target, tuple(map(shown, leaves)), str(tree), tuple(shape)
