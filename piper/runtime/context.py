@@ -15,6 +15,7 @@ from torch import Tensor
 from piper.capture.batch import strided_like
 from piper.capture.code.codegen import Runners
 from piper.capture.code.executables import Executables
+from piper.ir.dag.values import Content
 from piper.ir.ops import Compute
 from piper.ir.passes import BUNDLES, Kind, Ref, bundled
 from piper.ir.plan.instructions import Instruction, Seed
@@ -27,20 +28,19 @@ from piper.state.device.device_state import DeviceState
 class Scalars:
     """The results of a step."""
 
-    loss: Tensor | None = None
-    """Two numbers: the sum of the losses, and the sum of the counts that divide them."""
-    norm: Tensor | None = None
-    """The squared norm of all gradients."""
-    load: dict[int, Tensor] = field(default_factory=dict)
-    """Rows per expert, by chunk of experts on sorted rows."""
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-    """By value, the means of the numbers reported besides the loss."""
+    sums: dict[tuple[Content, int], Tensor] = field(default_factory=dict)
+    """By content, and the value or chunk that it is of. A loss is two numbers: the sum of the
+    losses, and the sum of the counts that divide them."""
     returned: list[Tensor] = field(default_factory=list)
     """This device's rows of the outputs, in the order of the plan's ``returned``."""
     finite: bool | None = None
     """Whether all gradients are finite; None until this is checked."""
     ready: torch.cuda.Event | None = None
     """The event to wait for before reading the results."""
+
+    def each(self, content: Content) -> dict[int, Tensor]:
+        """The sums of one content, by the value or chunk that they are of."""
+        return {of: x for (kind, of), x in self.sums.items() if kind is content}
 
 
 @dataclass(frozen=True, slots=True)

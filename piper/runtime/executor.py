@@ -26,7 +26,7 @@ from piper.runtime.instructions.compute import compute
 from piper.runtime.instructions.copy_state import copy
 from piper.runtime.instructions.messages import all_to_all, all_to_all_by_counts, receive, send
 from piper.runtime.instructions.redistribution import redistribute, select
-from piper.runtime.instructions.scalars import load, loss, mean, norm
+from piper.runtime.instructions.scalars import sum_scalar
 from piper.runtime.instructions.update import gather, reduce, update
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.streams.recording import Recorder
@@ -219,13 +219,5 @@ def _collective(context: ExecutionContext, x: Instruction, op: Collective) -> Bo
             return reduce(context, x, op, begin)
         case Content.PARAMETERS:
             return gather(context, x, begin)
-        case Content.LOSS:
-            return loss(context, x, begin)
-        case Content.NORM:
-            return norm(context, x, begin)
-        case Content.OUTPUT:
-            return mean(context, x, begin)
-        case Content.LOAD:
-            return load(context, x, begin)
         case _:
-            raise AssertionError(f"a collective cannot make {x.content}")
+            return sum_scalar(context, x, begin)

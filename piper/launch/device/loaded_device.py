@@ -12,6 +12,7 @@ from torch import Tensor
 
 from piper.base.tracking import Alive, Tracker
 from piper.capture.code.codegen import Runners
+from piper.ir.dag.values import Content
 from piper.ir.plan.plan import Plan
 from piper.launch.device.report import ProfileKind, Report
 from piper.runtime.comm.nccl import Nccl
@@ -101,20 +102,18 @@ class LoadedDevice:
         if snapshot is not None:  # state that no update changes has no copy instruction
             snapshot.copy_rest()
             self.state.snapshot, self._begun = None, snapshot
-        return self._report(scalars, scalars.norm, self.state.rates)
+        return self._report(scalars, self.state.rates)
 
-    def _report(
-        self, scalars: Scalars, norm: Tensor | None, rates: tuple[float, ...] = ()
-    ) -> Report:
+    def _report(self, scalars: Scalars, rates: tuple[float, ...] = ()) -> Report:
         memory = memory_of(self.state.where)
         return Report(
-            total=scalars.loss,
-            norm=norm,
+            total=scalars.sums.get((Content.LOSS, 0)),
+            norm=scalars.sums.get((Content.NORM, 0)),
             memory=memory,
             rates=rates,
             ready=scalars.ready,
-            load=scalars.load,
-            outputs=scalars.outputs,
+            load=scalars.each(Content.LOAD),
+            outputs=scalars.each(Content.OUTPUT),
         )
 
     def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
@@ -156,7 +155,7 @@ class LoadedDevice:
             for _, value, microbatch, group in self.program.evaluation_plan.returned
         ]
         returned = dict(zip(places, scalars.returned, strict=True))
-        return replace(self._report(scalars, None), returned=returned)
+        return replace(self._report(scalars), returned=returned)
 
     def abandon(self) -> None:
         """Discard a failed step."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from piper.ir.dag.values import Content
 from piper.ir.plan.instructions import Instruction
 from piper.runtime.comm.protocol import Begin
-from piper.runtime.context import ExecutionContext, Scalars
+from piper.runtime.context import ExecutionContext
 from piper.runtime.instructions.update import counted_once, gradients_of, squares
 from piper.runtime.pending import BoundInstruction, Pending
 
+Own = Callable[[], Tensor]
+"""Computes this device's term of a sum."""
 
-def loss(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+
+def _losses(context: ExecutionContext, x: Instruction) -> Own:
     slots, where = context.slots, context.where
     losses = len(x.weights)
     uneven = any(weight != 1 for weight in x.weights)
@@ -31,13 +35,10 @@ def loss(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstru
                 data[i] = (scalars.float() if narrow else scalars).sum()
         return data
 
-    def keep(scalars: Scalars, data: Tensor) -> None:
-        scalars.loss = data
-
-    return _summed(context, x, begin, own, keep)
+    return own
 
 
-def mean(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+def _means(context: ExecutionContext, x: Instruction) -> Own:
     slots, where = context.slots, context.where
     weights = torch.tensor(x.weights, dtype=torch.float64, device=where)
 
@@ -47,13 +48,10 @@ def mean(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstru
             data += torch.stack([slots[slot].double() for slot in x.reads]).mul(weights).sum()
         return data
 
-    def keep(scalars: Scalars, data: Tensor) -> None:
-        scalars.outputs[x.of] = data
-
-    return _summed(context, x, begin, own, keep)
+    return own
 
 
-def norm(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+def _squares(context: ExecutionContext, x: Instruction) -> Own:
     slots, where = context.slots, context.where
     collect = [(context.state.held[b], gradients_of(context, b, x.reads)) for b in x.buckets]
     updated = () if collect else x.reads
@@ -66,13 +64,10 @@ def norm(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstru
             data += slots[slot]
         return data
 
-    def keep(scalars: Scalars, data: Tensor) -> None:
-        scalars.norm = data
-
-    return _summed(context, x, begin, own, keep)
+    return own
 
 
-def load(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+def _rows(context: ExecutionContext, x: Instruction) -> Own:
     slots, where = context.slots, context.where
     (slot,) = x.writes
     experts = context.plan.slots[slot].nbytes // torch.int64.itemsize
@@ -83,29 +78,28 @@ def load(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstru
             data += slots[counts].flatten()
         return data
 
-    def keep(scalars: Scalars, data: Tensor) -> None:
-        scalars.load[x.of] = data
-
-    return _summed(context, x, begin, own, keep)
+    return own
 
 
-def _summed(
-    context: ExecutionContext,
-    x: Instruction,
-    begin: Begin,
-    own: Callable[[], Tensor],
-    keep: Callable[[Scalars, Tensor], None],
-) -> BoundInstruction:
-    """All-reduces the results of ``own`` over all devices. ``keep`` stores the sum in the step's
-    scalars."""
-    store = context.store(x)
+_OWN: Mapping[Content | None, Callable[[ExecutionContext, Instruction], Own]] = {
+    Content.LOSS: _losses,
+    Content.OUTPUT: _means,
+    Content.NORM: _squares,
+    Content.LOAD: _rows,
+}
+
+
+def sum_scalar(context: ExecutionContext, x: Instruction, begin: Begin) -> BoundInstruction:
+    """All-reduces what every device has of the sum, and keeps it for the report of the step."""
+    own, store, content = _OWN[x.content](context, x), context.store(x), x.content
+    assert content is not None
 
     def execute() -> Pending:
         data = own()
         handle = begin(data)
 
         def finish() -> None:
-            keep(context.scalars, data)
+            context.scalars.sums[content, x.of] = data
             store(data)
 
         return Pending(x.name, [handle], finish)

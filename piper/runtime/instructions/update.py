@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from piper.ir.collectives import Move
+from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Update
 from piper.ir.plan.instructions import Instruction
 from piper.runtime.comm.protocol import Begin
@@ -133,9 +134,9 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
 
     def scale(gradients: list[Tensor]) -> None:
         if counted:
-            assert context.scalars.loss is not None
+            count = context.scalars.sums[Content.LOSS, 0][1]
             for gradient in gradients:
-                gradient.div_(context.scalars.loss[1].to(gradient.dtype))
+                gradient.div_(count.to(gradient.dtype))
         if clip is not None:
             coefficient = _clip(context, clip, counted)
             for gradient in gradients:
@@ -173,12 +174,9 @@ def _finite(context: ExecutionContext, counted: bool) -> bool:
 
 
 def _norm(context: ExecutionContext, counted: bool) -> Tensor:
-    assert context.scalars.norm is not None
-    norm = context.scalars.norm.sqrt()
-    if counted:
-        assert context.scalars.loss is not None
-        norm = norm / context.scalars.loss[1]
-    return norm
+    sums = context.scalars.sums
+    norm = sums[Content.NORM, 0].sqrt()
+    return norm / sums[Content.LOSS, 0][1] if counted else norm
 
 
 def counted_once(held: HeldBucket, gradients: list[Tensor]) -> list[Tensor]:
