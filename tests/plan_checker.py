@@ -131,11 +131,19 @@ class _Clocks:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A tensor of the batch: its value number, microbatch, and the group that shares its rows."""
+    """A tensor of the batch: its value number, microbatch, and for each device of the class the
+    group that shares its rows."""
 
     value: int
     microbatch: int
-    group: Group
+    groups: tuple[Group, ...]
+
+
+def _sharing(plan: Plan, devices: Group, copies: int) -> tuple[Group, ...]:
+    """For each device of a plan, those of ``devices`` that have all rows once together with it."""
+    if not set(plan.devices) <= set(devices):
+        raise PlanError(f"rows of {devices} are not those of {plan.devices}")
+    return tuple(devices[devices.index(d) % copies :: copies] for d in plan.devices)
 
 
 @dataclass(frozen=True)
@@ -283,12 +291,9 @@ class _Checker:
             for pc, x in enumerate(plan.instructions):
                 found[c, x.node, x.verb] += 1
                 node = self.dag.nodes[x.node]
-                group: Group = ()
-                if x.verb is Verb.COMPUTE:
-                    first = node.devices.index(plan.devices[0]) % node.replicas
-                    group = node.devices[first :: node.replicas]
-                if (x.op, x.group) != (node.op, group):
-                    raise PlanError(f"{self.say((c, pc))} is not {x.op} among {x.group}")
+                rows = (node.devices, node.replicas) if x.verb is Verb.COMPUTE else ((), 1)
+                if (x.op, tuple(x.rows)) != (node.op, rows):
+                    raise PlanError(f"{self.say((c, pc))} is not {x.op} among {x.rows}")
                 for w in x.waits:
                     if not 0 <= w < len(plan.instructions) or w == pc:
                         raise PlanError(f"{self.say((c, pc))} waits for {w}, which is nothing")
@@ -555,9 +560,10 @@ class _Checker:
         self.applied: list[set[int]] = [set() for _ in self.plans]
         """For each class, the gradient slots that its updates read, if gradients are clipped."""
         for c, plan in enumerate(self.plans):
-            for slot, value, microbatch, group in plan.given:
-                self.slots[c][slot] = _Batch(value, microbatch, group)
-                self._starts(c, slot, self._model(len(group)).values[value].nbytes)
+            for slot, value, microbatch, rows in plan.given:
+                self.slots[c][slot] = _Batch(value, microbatch, _sharing(plan, *rows))
+                parts = len(rows.devices) // rows.copies
+                self._starts(c, slot, self._model(parts).values[value].nbytes)
             for seed in plan.seeds:
                 self.slots[c][seed.slot] = _Seed(seed.group)
                 model = self._model(seed.group)
@@ -611,9 +617,10 @@ class _Checker:
             found, microbatch = self.dag.table.value(value)
             wanted: Any
             if found.role is Role.BATCH:
-                wanted = _Batch(found.of, microbatch, x.group)
+                groups = _sharing(self.plans[c], node.devices, node.replicas)
+                wanted = _Batch(found.of, microbatch, groups)
             elif found.role is Role.SEED:
-                wanted = _Seed(len(x.group))
+                wanted = _Seed(node.parts)
             else:
                 form = self._form(op.chunk, value)
                 wanted = _Tensor(value, node.devices, form, node.replicas, tuple(added))
@@ -1130,14 +1137,14 @@ class _Checker:
         wanted = self._made({of for of in self.dag.model.outputs if values[of].shape})
         found: Counter[tuple[int, int]] = Counter()
         for c, plan in enumerate(self.plans):
-            for slot, value, microbatch, group in plan.returned:
+            for slot, value, microbatch, shards in plan.returned:
                 content = self.slots[c][slot]
                 good = isinstance(content, _Tensor) and content.form == "plain"
                 if not good or self.dag.table.value(content.value)[0].of != value:
                     raise PlanError(f"devices {plan.devices}: s{slot} is {content}, not {value}")
                 maker = next(n for n in self.dag.nodes if content.value in n.writes)
-                rows = [maker.replica(maker.devices.index(d)) for d in plan.devices]
-                if maker.compute.microbatch != microbatch or set(rows) != {group}:
+                rows = tuple(maker.replica(maker.devices.index(d)) for d in plan.devices)
+                if maker.compute.microbatch != microbatch or rows != _sharing(plan, *shards):
                     raise PlanError(f"devices {plan.devices}: s{slot} is of other rows")
                 found.update((content.value, d) for d in plan.devices)
                 self.slots[c][slot] = None
@@ -1590,7 +1597,7 @@ class _Checker:
         if not isinstance(x.op, Compute):
             return 0
         kinds = self.plans[c].slots
-        model = self._model(len(x.group))
+        model = self._model(len(x.rows.devices) // x.rows.copies)
         facts = model.chunks[x.op.chunk].variants[self.dag.policy(x.op.chunk)].passes[x.op.which]
         slots = [s for ref, s in zip(facts.reads, x.reads, strict=False) if ref in facts.last]
         new = sum(kinds[slot].nbytes for slot in x.adds)

@@ -168,7 +168,7 @@ class Compiled(Parts):
     def loss_groups(self) -> tuple[int, ...]:
         """For each microbatch, the number of devices that shard the rows of its loss."""
         forwards = {
-            x.op: len(x.group)
+            x.op: x.rows.parts
             for plan in self.plans
             for x in plan.instructions
             if isinstance(x.op, Compute) and x.op.which is Pass.F

@@ -89,8 +89,8 @@ class ExecutionContext:
         """Put this device's part of the batch, and the backward's seed gradients, into their
         slots."""
         self.scalars = Scalars()
-        for (slot, value, _, group), rows in zip(self.plan.given, given, strict=True):
-            spec = self.code.values[len(group)][value]
+        for (slot, value, _, shards), rows in zip(self.plan.given, given, strict=True):
+            spec = self.code.values[shards.parts][value]
             self.slots[slot] = strided_like(rows.to(spec.dtype), spec.stride, self.where)
         for slot, seed in self._seeds:
             self.slots[slot] = seed
@@ -125,7 +125,7 @@ class ExecutionContext:
         strides: dict[int, tuple[int, ...]] = {}
         for x in self.plan.instructions:
             if isinstance(x.op, Compute):
-                program = self.code.programs[len(x.group)][x.op.chunk]
+                program = self.code.programs[x.rows.parts][x.op.chunk]
                 for ref, slot in self.read(x, x.op).items():
                     if ref.kind not in BUNDLES:
                         strides.setdefault(slot, program.specs[ref].stride)
@@ -133,12 +133,12 @@ class ExecutionContext:
 
     def read(self, x: Instruction, op: Compute) -> dict[Ref, int]:
         """The slot of each program argument that a computation reads from slots."""
-        function = self.code.programs[len(x.group)][op.chunk].functions[op.which]
+        function = self.code.programs[x.rows.parts][op.chunk].functions[op.which]
         return dict(zip(bundled(function.arguments), x.reads, strict=False))
 
     def written(self, x: Instruction, op: Compute) -> list[Made]:
         """The results that a computation puts into each slot it writes."""
-        results = self.code.programs[len(x.group)][op.chunk].functions[op.which].results
+        results = self.code.programs[x.rows.parts][op.chunk].functions[op.which].results
         parameters = self.code.pieces[op.chunk].parameters
         kinds = self.plan.slots
         others = iter([slot for slot in x.writes if not kinds[slot].names])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from piper.capture.code.executables import Executables
-from piper.ir.ops import Group
+from piper.ir.plan.instructions import RowShards
 from piper.ir.plan.plan import Plan
 
 
@@ -41,9 +41,9 @@ def rows_read(plan: Plan, code: Executables, device: int) -> set[int]:
     return {row for _, block in _blocks(plan, code, device) for row in block}
 
 
-def block_of(microbatch: int, group: Group, device: int) -> int:
+def block_of(microbatch: int, shards: RowShards, device: int) -> int:
     """Index of the row block that ``device`` has of a microbatch."""
-    return microbatch * len(group) + group.index(device)
+    return microbatch * shards.parts + shards.part(device)
 
 
 def _blocks(plan: Plan, code: Executables, device: int) -> Iterator[tuple[int, range]]:
@@ -54,8 +54,8 @@ def _blocks(plan: Plan, code: Executables, device: int) -> Iterator[tuple[int, r
         n: max((s.shape[0] for v, s in enumerate(specs) if s.shape and v not in made), default=0)
         for n, specs in code.values.items()
     }
-    for _, value, microbatch, group in plan.given:
-        shape = code.values[len(group)][value].shape
-        rows = most[len(group)] if shape and shape[0] == most[len(group)] else 0
-        block = block_of(microbatch, group, device)
+    for _, value, microbatch, shards in plan.given:
+        shape = code.values[shards.parts][value].shape
+        rows = most[shards.parts] if shape and shape[0] == most[shards.parts] else 0
+        block = block_of(microbatch, shards, device)
         yield value, range(block * rows, (block + 1) * rows)

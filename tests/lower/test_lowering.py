@@ -22,7 +22,14 @@ from piper.ir.dag.facts import Model, ParameterFacts
 from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.passes import Pass
-from piper.ir.plan.instructions import Instruction, MemoryKind, Slot, Verb
+from piper.ir.plan.instructions import (
+    NO_ROWS,
+    Instruction,
+    MemoryKind,
+    RowShards,
+    Slot,
+    Verb,
+)
 from piper.ir.plan.lowered import Lowered
 from piper.ir.plan.plan import Plan
 from piper.ir.plan.verify_plans import verify_plans
@@ -398,12 +405,19 @@ def test_devices_that_differ_in_rank_share_a_plan(zero: int) -> None:
     few, many = plans(2), plans(64)
     assert [len(plan.devices) for plan in few] == [2, 2]
     assert [len(plan.devices) for plan in many] == [64, 64]
-    own = {"name": "", "op": None, "group": (), "beside": 0}  # a bucket is padded to its devices
+    own = {
+        "name": "",
+        "op": None,
+        "rows": NO_ROWS,
+        "beside": 0,
+    }  # a bucket is padded to its devices
     for a, b in zip(few, many, strict=True):
         assert [replace(x, **own) for x in a.instructions] == [
             replace(x, **own) for x in b.instructions
         ]
-        assert [g._replace(group=()) for g in a.given] == [g._replace(group=()) for g in b.given]
+        assert [g._replace(rows=NO_ROWS) for g in a.given] == [
+            g._replace(rows=NO_ROWS) for g in b.given
+        ]
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (1, 4), (4, 2), (2, 2)])
@@ -680,7 +694,7 @@ def test_a_batch_counts_as_the_group_sees_it() -> None:
     (plan,) = lower(dag, sizes(whole)).plans
     tokens = whole.values[0].nbytes
     assert [plan.slots[given.slot].nbytes for given in plan.given] == [tokens // 4, tokens // 4]
-    assert [given.group for given in plan.given] == [(0, 1, 2, 3)] * 2
+    assert [given.rows.devices for given in plan.given] == [(0, 1, 2, 3)] * 2
 
 
 def reduced_bytes(model: Model, devices: int, zero: int) -> int:
@@ -1100,7 +1114,7 @@ def slips(plan: Plan) -> Iterator[tuple[str, Plan]]:
         for wrong in (
             given._replace(microbatch=given.microbatch + 1),
             given._replace(value=given.value + 1),
-            given._replace(group=(*given.group, 99)),
+            given._replace(rows=given.rows._replace(devices=(*given.rows.devices, 99))),
         ):
             changed = (*plan.given[:i], wrong, *plan.given[i + 1 :])
             yield f"{given} as {wrong}", replace(plan, given=changed)
@@ -1141,7 +1155,7 @@ def _slips(x: Instruction) -> Iterator[Instruction]:
         yield replace(x, weights=(weight + 1, *x.weights[1:]))
     for slot in x.reads:
         yield replace(x, reads=tuple(s for s in x.reads if s != slot))
-    yield replace(x, group=(99,))
+    yield replace(x, rows=RowShards((99,)))
     yield replace(x, op=Update(99))
     if x.content is not None:
         yield replace(x, of=x.of + 1)

@@ -986,3 +986,16 @@ def test_a_parameter_that_another_region_has_whole_is_refused() -> None:
     words = r"'weight' is sharded 2 ways along tp in second\[0\] and otherwise in first\[0\], which"
     with pytest.raises(DirectiveError, match=words):
         compiled(Tied(), [*tensor()[:-1], rule], mean, [((x,), (x,))])
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["rows", "sequence"])
+def test_plans_do_not_grow_with_the_axis(sequence: bool) -> None:
+    """Ranks along tp share a plan; only the loss is counted once."""
+    counts = set()
+    for ways in (2, 4):
+        strategy = mesh(pp=2, tp=ways, microbatches=4, parameters=DENSE, sequence_parallel=sequence)
+        program = compiled(dense(), strategy.directives, lm_loss, batches())
+        counts.add((len(program.plans), sum(len(plan.instructions) for plan in program.plans)))
+        assert len(program.devices) == 2 * ways
+    assert len(counts) == 1
+    assert counts.pop()[0] <= 3

@@ -57,6 +57,28 @@ def plain_stream(name: str) -> str:
     return name.removesuffix("/send").removesuffix("/recv")
 
 
+class RowShards(NamedTuple):
+    """The devices that shard the rows of a microbatch; ``copies`` adjacent ones have the same."""
+
+    devices: Group = ()
+    copies: int = 1
+
+    @property
+    def parts(self) -> int:
+        return len(self.devices) // self.copies
+
+    def part(self, device: int) -> int:
+        """Which of the parts a device has."""
+        return self.devices.index(device) // self.copies
+
+    def sharing(self, device: int) -> Group:
+        """The devices that together have all rows once, including ``device``."""
+        return self.devices[self.devices.index(device) % self.copies :: self.copies]
+
+
+NO_ROWS = RowShards()
+
+
 class Given(NamedTuple):
     """A slot that holds a tensor of the batch when the step begins."""
 
@@ -64,8 +86,7 @@ class Given(NamedTuple):
     value: int
     """The number of the model's value."""
     microbatch: int
-    group: Group
-    """The devices that shard its rows."""
+    rows: RowShards
 
 
 class Returned(NamedTuple):
@@ -75,8 +96,7 @@ class Returned(NamedTuple):
     value: int
     """The number of the model's value."""
     microbatch: int
-    group: Group
-    """The devices that shard its rows."""
+    rows: RowShards
 
 
 class Seed(NamedTuple):
@@ -127,7 +147,7 @@ class Instruction:
     """What a communication moves."""
     of: int = 0
     """The model's value, the bucket or the chunk of a communication, an update or a copy."""
-    group: Group = ()
+    rows: RowShards = NO_ROWS
     """The devices that shard the rows of a computation."""
     reads: tuple[int, ...] = ()
     """A pass reads the arguments of its program, in this order; then gathered parameters, and
@@ -148,8 +168,9 @@ class Instruction:
     one completes them. The end of the step completes those that no instruction waits for."""
     buckets: tuple[int, ...] = ()
     """The buckets that the optimizer updates, or whose gradient norm is taken."""
-    ranks: tuple[tuple[str, int], ...] = ()
-    """The device's rank along the axes on which a computation depends."""
+    axes: tuple[tuple[str, int, int], ...] = ()
+    """Of the axes on which a computation depends: name, stride, ways. A device's rank along an axis
+    is its place in ``rows``, divided by the stride, modulo the ways."""
     weights: tuple[float, ...] = ()
     """The weight of each loss, or other scalar, in the sum. The reads after the losses are
     counts."""

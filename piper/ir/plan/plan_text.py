@@ -11,7 +11,9 @@ node 14 of the DAG and sends value 5. ``0/1->1/1``: the source and the target, e
 many adjacent devices hold the same part. ``S(1)->S(0) 0,1 value 5``: a collective among devices 0
 and 1 that changes the layout of value 5. A pass is written like ``3F0``: chunk 3, forward,
 microbatch 0. ``+s3``: the result is added to slot 3. ``workspace``, ``beside`` and ``ending`` are
-temporary bytes. ``early 7``: the receive may be issued before computation 7.
+temporary bytes. ``early 7``: the receive may be issued before computation 7. ``on 0-3/2``: rows
+are sharded over devices 0 to 3, of which 2 adjacent ones have the same. ``tp/1%2``: the computation
+depends on a device's rank along ``tp``: its place among these devices, divided by 1, modulo 2.
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ from piper.base.errors import PiperError
 from piper.base.reading import DTYPES, cut, shown
 from piper.ir.collectives import COLLECTIVES, Placement
 from piper.ir.dag.values import Content
-from piper.ir.ops import Add, Collective, Compute, Copy, Group, Op, Select, Transfer, Update
+from piper.ir.ops import Add, Collective, Compute, Copy, Op, Select, Transfer, Update
 from piper.ir.passes import Pass
 from piper.ir.plan.instructions import (
+    NO_ROWS,
     Given,
     Instruction,
     MemoryKind,
     PlanParts,
     Returned,
+    RowShards,
     Seed,
     Slot,
     Verb,
@@ -61,9 +65,9 @@ def text(plan: PlanParts) -> str:
     for number, slot in enumerate(plan.slots):
         same.setdefault(slot, []).append(number)
     lines += [f"slots {_numbers(row)}: {_slot(slot)}" for slot, row in same.items()]
-    lines += [f"given s{s}: {v} of MB {m} on {_numbers(on)}" for s, v, m, on in plan.given]
+    lines += [f"given s{s}: {v} of MB {m} on {_rows(on)}" for s, v, m, on in plan.given]
     lines += [f"seed s{s}: {v} on one of {n}, 1/{parts}" for s, v, n, parts in plan.seeds]
-    lines += [f"returned s{s}: {v} of MB {m} on {_numbers(on)}" for s, v, m, on in plan.returned]
+    lines += [f"returned s{s}: {v} of MB {m} on {_rows(on)}" for s, v, m, on in plan.returned]
     lines += [f"{pc:>4} {_line(x)}" for pc, x in enumerate(plan.instructions)]
     return "\n".join(lines)
 
@@ -98,7 +102,7 @@ def _line(x: Instruction) -> str:
     }
     words = [" ".join([word, *row]) for word, items in more.items() if (row := list(items))]
     about = "" if x.content is None else f" {x.content.value} {x.of}"
-    what = f"{x.node} {_op(x.op, x.group, x.ranks)}{about}"
+    what = f"{x.node} {_op(x)}{about}"
     line = " ".join([f"{name}: {reads} -> {writes}", *words])
     return f"[{_quoted(x.stream, _STREAM)}] {x.verb.value} {line} # {what}"
 
@@ -107,11 +111,11 @@ def _bytes(x: Instruction) -> dict[str, int]:
     return {"workspace": x.workspace, "beside": x.beside, "ending": x.at_end}
 
 
-def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
-    match op:
+def _op(x: Instruction) -> str:
+    match op := x.op:
         case Compute(chunk=chunk, which=which, microbatch=microbatch):
-            where = "".join(f" {axis}={rank}" for axis, rank in ranks)
-            return f"{chunk}{which.value}{microbatch} on {_numbers(group)}{where}"
+            axes = "".join(f" {axis}/{stride}%{ways}" for axis, stride, ways in x.axes)
+            return f"{chunk}{which.value}{microbatch} on {_rows(x.rows)}{axes}"
         case Transfer(source=source, target=target, dim=dim, replicas=(ours, theirs)):
             counts = "" if op.counts is None else f" counts of {op.counts} rows"
             return f"{_numbers(source)}/{ours}->{_numbers(target)}/{theirs} dim {dim}{counts}"
@@ -128,6 +132,10 @@ def _op(op: Op, group: Group, ranks: tuple[tuple[str, int], ...]) -> str:
             return "|".join(map(_numbers, groups))
         case Copy(bucket=bucket, nbytes=nbytes):
             return f"bucket {bucket}, {nbytes} bytes"
+
+
+def _rows(shards: RowShards) -> str:
+    return _numbers(shards.devices) + (f"/{shards.copies}" if shards.copies > 1 else "")
 
 
 def _numbers(row: Iterable[int]) -> str:
@@ -160,7 +168,7 @@ _SLOTS = re.compile(
     r"slots (?P<row>\S+): (?P<holder>[a-z ]+) (?P<nbytes>\d+) bytes(?:, own (?P<own>\d+))?"
     r"(?:, bucket (?P<bucket>\d+))?(?:, in (?P<lies_in>[\d,-]+))?(?P<names>(?:, .*)?)"
 )
-_GIVEN = re.compile(r"(given|returned) s(\d+): (\d+) of MB (\d+) on (\S+)")
+_GIVEN = re.compile(r"(given|returned) s(\d+): (\d+) of MB (\d+) on (\S+?)(?:/(\d+))?")
 _SEED = re.compile(r"seed s(\d+): (\d+) on one of (\d+), 1/(\d+)")
 _INSTRUCTION = re.compile(
     rf"\s*\d+ \[(?P<stream>{_JSON}|{_STREAM})\] (?P<verb>\w+) (?P<name>{_JSON}|{_NAME}): "
@@ -173,7 +181,7 @@ _INSTRUCTION = re.compile(
 )
 _MESSAGE = re.compile(r"(\S*)/(\d+)->(\S*)/(\d+) dim (\d+)(?: counts of (\d+) rows)? (\w+) (\d+)")
 _OPS = {
-    Verb.COMPUTE: re.compile(r"(\d+)([A-Z]+)(\d+) on (\S+)((?: \w+=\d+)*)"),
+    Verb.COMPUTE: re.compile(r"(\d+)([A-Z]+)(\d+) on (\S+?)(?:/(\d+))?((?: \w+/\d+%\d+)*)"),
     Verb.SEND: _MESSAGE,
     Verb.RECV: _MESSAGE,
     Verb.COLLECTIVE: re.compile(
@@ -204,12 +212,13 @@ def parse(written: str) -> PlanParts:
             if match := _SLOTS.fullmatch(line):
                 slots |= dict.fromkeys(_range(match["row"]), _parsed_slot(match))
             elif match := _GIVEN.fullmatch(line):
-                word, *numbers, group = match.groups()
+                word, *numbers, on, copies = match.groups()
                 slot, value, microbatch = map(_int, numbers)
+                shards = _row_shards(on, copies)
                 if word == "given":
-                    given.append(Given(slot, value, microbatch, _range(group)))
+                    given.append(Given(slot, value, microbatch, shards))
                 else:
-                    returned.append(Returned(slot, value, microbatch, _range(group)))
+                    returned.append(Returned(slot, value, microbatch, shards))
             elif match := _SEED.fullmatch(line):
                 seeds.append(Seed(*map(_int, match.groups())))
             else:
@@ -256,7 +265,8 @@ def _parsed(line: str) -> Instruction:
     what = _OPS[verb].fullmatch(match["op"])
     if what is None:
         raise ValueError(f"a {verb.value} is not {match['op']!r}")
-    op, content, of, group = _parsed_op(verb, what)
+    op, content, of = _parsed_op(verb, what)
+    computes = verb is Verb.COMPUTE
     waits = (match["waits"] or "").split()
     return Instruction(
         verb=verb,
@@ -266,8 +276,8 @@ def _parsed(line: str) -> Instruction:
         op=op,
         content=content,
         of=of,
-        group=group,
-        ranks=_ranks(what.groups()[4]) if verb is Verb.COMPUTE else (),
+        rows=_row_shards(what[4], what[5]) if computes else NO_ROWS,
+        axes=_axes(what[6]) if computes else (),
         reads=tuple(_integers(match["reads"])),
         writes=tuple(_integers(match["writes"])),
         adds=tuple(_integers(" ".join(re.findall(r"\+s\d+", match["writes"])))),
@@ -285,19 +295,19 @@ def _parsed(line: str) -> Instruction:
     )
 
 
-def _parsed_op(verb: Verb, match: re.Match[str]) -> tuple[Op, Content | None, int, Group]:
-    """The op, what it moves, the value or bucket, and the devices that shard the rows."""
+def _parsed_op(verb: Verb, match: re.Match[str]) -> tuple[Op, Content | None, int]:
+    """The op, what it moves, and the value or bucket."""
     row = match.groups()
     if verb is Verb.COMPUTE:
-        return Compute(_int(row[0]), Pass(row[1]), _int(row[2])), None, 0, _range(row[3])
+        return Compute(_int(row[0]), Pass(row[1]), _int(row[2])), None, 0
     if verb is Verb.UPDATE:
-        return Update(_int(row[0])), None, _int(row[0]), ()
+        return Update(_int(row[0])), None, _int(row[0])
     if verb is Verb.COPY:
-        return Copy(*map(_int, row)), None, _int(row[0]), ()
+        return Copy(*map(_int, row)), None, _int(row[0])
     if verb is Verb.ADD:
-        return Add(*map(_int, row)), None, 0, ()
+        return Add(*map(_int, row)), None, 0
     if verb is Verb.SELECT:
-        return Select(tuple(map(_range, row[0].split("|")))), None, 0, ()
+        return Select(tuple(map(_range, row[0].split("|")))), None, 0
     content, of = Content(row[-2]), _int(row[-1])
     if verb is Verb.COLLECTIVE:
         before, after = (_PLACEMENTS[written] for written in row[:2])
@@ -307,15 +317,25 @@ def _parsed_op(verb: Verb, match: re.Match[str]) -> tuple[Op, Content | None, in
         op = Collective(before, after, groups, room, padded, by_host, runs)
         if op.kind not in COLLECTIVES:
             raise ValueError(f"no collective turns {before} into {after}")
-        return op, content, of, ()
+        return op, content, of
     source, ours, target, theirs, dim, rows, *_ = row
     replicas, counts = (_int(ours), _int(theirs)), None if rows is None else _int(rows)
-    return Transfer(_range(source), _range(target), _int(dim), replicas, counts), content, of, ()
+    return Transfer(_range(source), _range(target), _int(dim), replicas, counts), content, of
 
 
-def _ranks(written: str) -> tuple[tuple[str, int], ...]:
-    pairs = (word.split("=") for word in written.split())
-    return tuple((axis, _int(rank)) for axis, rank in pairs)
+def _row_shards(devices: str, copies: str | None) -> RowShards:
+    shards = RowShards(_range(devices), _int(copies or "1"))
+    if shards.copies < 1 or len(shards.devices) % shards.copies:
+        raise ValueError(f"{len(shards.devices)} devices are not copies of {shards.copies} each")
+    return shards
+
+
+def _axes(written: str) -> tuple[tuple[str, int, int], ...]:
+    words = [re.split("[/%]", word) for word in written.split()]
+    axes = tuple((axis, _int(stride), _int(ways)) for axis, stride, ways in words)
+    if any(stride < 1 or ways < 1 for _, stride, ways in axes):
+        raise ValueError("the strides and ways of axes are from 1 on")
+    return axes
 
 
 def _integers(written: str | None) -> Iterator[int]:

@@ -7,10 +7,16 @@ The cost of passes over classes does not depend on the number of devices in a cl
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from piper.ir.dag.dag import Dag
-from piper.ir.ops import Group, Transfer
+from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.values import Content, Role
+from piper.ir.ops import Collective, Compute, Group, Transfer, Update
+
+_Side = tuple[Group, int, tuple[tuple[int, int], ...]]
+"""A group, how many adjacent devices have different roles, and the strides and ways of the axes
+along which devices have one role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +31,75 @@ class RankClasses:
         return tuple(dict.fromkeys(self.of[device] for device in devices))
 
 
+def takes_every_copy(dag: Dag, node: Node) -> bool:
+    """Whether a reduction or an update takes every equal copy of gradients: it sums each copy
+    separately, or they are sums already. Others count the first copy."""
+    if isinstance(node.op, Update):
+        return True
+    extra = dag.extra[node.writes[0] - dag.first_extra]
+    if extra.content is Content.GRADIENTS:
+        return dag.buckets[extra.of].alike > 1
+    return extra.content is Content.NORM
+
+
 def rank_classes(dag: Dag) -> RankClasses:
-    """The coarsest partition in which every node contains a class wholly or not at all, and the
-    replicas of a node are in different classes."""
-    groups: dict[tuple[tuple[Group, int], ...], int] = {}
-    seen: set[tuple[int, ...]] = set()
-    for node in dag.nodes:
-        sides: tuple[tuple[Group, int], ...] = ((node.devices, node.replicas),)
-        if isinstance(node.op, Transfer):
-            sides = tuple(zip((node.op.source, node.op.target), node.op.replicas, strict=True))
-        key = tuple(x for group, replicas in sides for x in (id(group), replicas))
-        if key in seen:
-            continue
-        seen.add(key)
-        groups.setdefault(sides, len(groups))
+    """The coarsest partition in which every node contains a class wholly or not at all, and all
+    devices of a class have the same role in it: they count a copy of its result or not, and send
+    and receive the same share of the messages."""
+    counted = _counted_once(dag)
+    sides_of: dict[tuple[_Side, ...], int] = {}
+    seen: set[tuple[object, ...]] = set()
+    for number, node in enumerate(dag.nodes):
+        sides = _sides(dag, node, once=number in counted)
+        key = tuple((id(group), *roles) for group, *roles in sides)
+        if key not in seen:
+            seen.add(key)
+            sides_of.setdefault(sides, len(sides_of))
     marks: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for sides, number in groups.items():
-        for side, (group, replicas) in enumerate(sides):
+    for sides, number in sides_of.items():
+        for side, (group, apart, alike) in enumerate(sides):
             for rank, device in enumerate(group):
-                marks[device].append((number, side, rank % replicas))
+                role = rank % apart
+                for stride, ways in alike:
+                    role -= role // stride % ways * stride
+                marks[device].append((number, side, min(role, 1) if len(sides) == 1 else role))
     same: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
     for device in sorted(marks):
         same.setdefault(tuple(marks[device]), []).append(device)
     members = tuple(tuple(devices) for devices in same.values())
     return RankClasses({d: i for i, devices in enumerate(members) for d in devices}, members)
+
+
+def _sides(dag: Dag, node: Node, *, once: bool) -> tuple[_Side, ...]:
+    if isinstance(node.op, Transfer):
+        ours, theirs = node.op.replicas
+        even = ours == theirs  # each copy of the source sends to one of the target
+        return (
+            (node.op.source, 1 if even else ours, ()),
+            (node.op.target, 1 if even else theirs, ()),
+        )
+    if not once:
+        return ((node.devices, 1, ()),)
+    rules = dag.sharded_along(node.op.chunk) if isinstance(node.op, Compute) else ()
+    return ((node.devices, node.replicas, tuple((rule.stride, rule.ways) for rule in rules)),)
+
+
+def _counted_once(dag: Dag) -> frozenset[int]:
+    """The nodes with several copies of a result, of which one is counted."""
+    made = dag.producers
+    nodes = {made[value] for value in _values_counted_once(dag) if value in made}
+    return frozenset(number for number in nodes if dag.nodes[number].replicas > 1)
+
+
+def _values_counted_once(dag: Dag) -> Iterator[int]:
+    for node in dag.nodes:
+        if isinstance(node.op, Collective) and node.writes[0] >= dag.first_extra:
+            content = dag.extra[node.writes[0] - dag.first_extra].content
+            if content is not Content.VALUE and not takes_every_copy(dag, node):
+                yield from node.reads
+    wanted = {of for of in dag.model.outputs if dag.model.values[of].shape}
+    for value in dag.producers if wanted else ():
+        if value < dag.first_extra:
+            template, _ = dag.table.value(value)
+            if template.role is Role.ACTIVATION and template.of in wanted:
+                yield value

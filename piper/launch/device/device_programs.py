@@ -67,7 +67,7 @@ def _owners(program: Program) -> dict[str, int]:
 def _own(code: Executables, plan: Plan) -> Executables:
     """``code`` with the chunks and group sizes of ``plan`` alone, without what the trainer computes
     from a batch."""
-    run = [(x.op.chunk, len(x.group)) for x in plan.instructions if isinstance(x.op, Compute)]
+    run = [(x.op.chunk, x.rows.parts) for x in plan.instructions if isinstance(x.op, Compute)]
     chunks, sizes = {chunk for chunk, _ in run}, {size for _, size in run}
     used = {name for chunk in chunks for name in code.pieces[chunk].buffers}
     return replace(

@@ -151,8 +151,8 @@ class LoadedDevice:
         scalars = yield from self.executor.run(self._evaluation, given)
         self.state.changing = False
         places = [
-            (value, block_of(microbatch, group, self.number))
-            for _, value, microbatch, group in self.program.evaluation_plan.returned
+            (value, block_of(microbatch, shards, self.number))
+            for _, value, microbatch, shards in self.program.evaluation_plan.returned
         ]
         returned = dict(zip(places, scalars.returned, strict=True))
         return replace(self._report(scalars), returned=returned)

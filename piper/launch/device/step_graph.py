@@ -82,7 +82,7 @@ def refuse_uncapturable(program: DeviceProgram) -> None:
         )
     for x in program.plan.instructions:
         if isinstance(x.op, Compute):
-            functions = program.code.programs[len(x.group)][x.op.chunk].functions
+            functions = program.code.programs[x.rows.parts][x.op.chunk].functions
             if functions[x.op.which].random:
                 raise PiperError(
                     f"cuda_graphs=True: {x.name} draws random numbers, from another seed in each "

@@ -17,17 +17,19 @@ from piper.ir.dag.values import Content, Role
 from piper.ir.ops import Add, Collective, Compute, Group, Select, Transfer, Update, same_group
 from piper.ir.plan.instructions import (
     COMMUNICATING,
+    NO_ROWS,
     Given,
     Instruction,
     MemoryKind,
     Returned,
+    RowShards,
     Seed,
     Slot,
     Verb,
 )
 from piper.ir.plan.issue_order import IssueOrder
 from piper.ir.plan.plan import Plan
-from piper.ir.plan.rank_classes import RankClasses
+from piper.ir.plan.rank_classes import RankClasses, takes_every_copy
 from piper.ir.rules import OptimizerCost
 from piper.ir.shards import RANK
 from piper.lower.communication.sorted_rows import brought_in_turn
@@ -104,9 +106,10 @@ class _Planner:
         self.read_once: set[int] = set()
         self.given: list[Given] = []
         self.seeds: dict[tuple[int, int], Seed] = {}
-        self.returned: dict[int, Group] = {}
+        self.returned: dict[int, RowShards] = {}
         """Values returned to the caller at the end of the step, and the devices that shard their
         rows."""
+        self.shards: dict[tuple[int, int], RowShards] = {}
         self.same: dict[int, int] = {}
         """For a seed equal to that of another microbatch, the latter."""
         self.updates: list[int] = []
@@ -134,7 +137,7 @@ class _Planner:
         self.read_once = {value for value, reads in self.left.items() if reads == 1}
         for number, part in parts:
             self._emit(number, *part)
-        returned = tuple(self._return(value, group) for value, group in self.returned.items())
+        returned = tuple(self._return(value, rows) for value, rows in self.returned.items())
         assert not self.slots, "every value is read, or freed where it is made"
         seeds = tuple(self.seeds.values())
         out, given, kinds = tuple(self.out), tuple(self.given), tuple(self.kinds)
@@ -154,13 +157,14 @@ class _Planner:
         ]
         return self._mine(tuple(made))
 
-    def _return(self, value: int, group: Group) -> Returned:
+    def _return(self, value: int, rows: RowShards) -> Returned:
         template, microbatch = self.dag.table.value(value)
-        return Returned(self.slots.pop(value), template.of, microbatch, group)
+        return Returned(self.slots.pop(value), template.of, microbatch, rows)
 
     def _parts(self, node: Node) -> Iterable[_Part]:
         """This class's share of a node. The first value of a sum stands for all values that
         accumulate in the same slot."""
+        dag = self.dag
         match node.op:
             case Transfer(source=source, target=target):
                 if self.me in self.shared.touched.by(source):
@@ -173,10 +177,10 @@ class _Planner:
             case Collective() if self.shared.about(node)[0] is Content.VALUE:
                 yield Verb.COLLECTIVE, node.stream, [*node.reads], [*node.writes]
             case Collective():
-                reads = self._leaders(self._mine(node.reads, alike=self._alike(node)))
+                reads = self._leaders(self._mine(node.reads, alike=takes_every_copy(dag, node)))
                 yield Verb.COLLECTIVE, node.stream, reads, self._leaders(node.writes)
             case Update():
-                reads = self._leaders(self._mine(node.reads, alike=self._alike(node)))
+                reads = self._leaders(self._mine(node.reads, alike=takes_every_copy(dag, node)))
                 yield Verb.UPDATE, node.stream, reads, [*node.writes]
             case Add():
                 yield Verb.ADD, node.stream, [*node.reads], [*node.writes]
@@ -185,20 +189,20 @@ class _Planner:
 
     def _begin(self, row: list[int]) -> None:
         """Allocate the slots that are filled before the step begins: batch tensors and seeds."""
-        groups: dict[int, Group] = {}
+        known: dict[int, RowShards] = {}
         for number in row:
             node = self.dag.nodes[number]
             for value in node.reads if isinstance(node.op, Compute) else ():
                 role = self.shared.role(value)
                 if role is Role.BATCH:
                     rows = self._rows(node)
-                    if value not in groups:
-                        groups[value] = rows
+                    if value not in known:
+                        known[value] = rows
                         template, microbatch = self.dag.table.value(value)
-                        slot = self._held(value, len(rows))
+                        slot = self._held(value, rows.parts)
                         self.given.append(Given(slot, template.of, microbatch, rows))
-                    elif not same_group(groups[value], rows):
-                        self._refuse_two_parts(value, number, groups[value])
+                    elif not self._same(known[value], rows):
+                        self._refuse_two_parts(value, number, known[value])
                 elif role is Role.SEED:
                     self._seed(value, node.parts)
 
@@ -212,30 +216,29 @@ class _Planner:
         parts = 1 if self.dag.model.count is not None else microbatches * size
         self.seeds[of, size] = Seed(self._held(value, size), of, size, parts)
 
-    def _held(self, value: int, group: int) -> int:
-        nbytes = self.shared.sizes.given(value, group)
+    def _same(self, one: RowShards, other: RowShards) -> bool:
+        """Whether every device of the class has the same rows of both."""
+        if same_group(one.devices, other.devices) and one.copies == other.copies:
+            return True
+        return all(one.sharing(device) == other.sharing(device) for device in self.members)
+
+    def _held(self, value: int, parts: int) -> int:
+        nbytes = self.shared.sizes.given(value, parts)
         return self._new(value, self.shared.held(MemoryKind.BATCH, nbytes))
 
-    def _refuse_two_parts(self, value: int, number: int, group: Group) -> None:
+    def _refuse_two_parts(self, value: int, number: int, rows: RowShards) -> None:
         name = self.dag.model.values[self.dag.table.value(value)[0].of].name
-        node = self.dag.nodes[number]
+        node, mine = self.dag.nodes[number], self.members[0]
+        others = list(rows.sharing(mine))
         raise DirectiveError(
             f"{self.shared.name(number)} reads {name} on {list(node.devices)}, but another region "
-            f"on device {self.members[0]} reads it as one of {list(group)}: a device can take one "
+            f"on device {mine} reads it as one of {others}: a device can take one "
             f"part of a microbatch only; place both on the same devices "
             f"({self.dag.history[node.sends.made_by]})"
         )
 
     def _leaders(self, values: Iterable[int]) -> list[int]:
         return list(dict.fromkeys(self.sums.get(v, v) for v in values))
-
-    def _alike(self, node: Node) -> bool:
-        """Whether a node takes every equal copy of gradients: it sums each copy separately, or
-        they are sums already."""
-        content, of = self.shared.about(node)
-        if content is Content.GRADIENTS:
-            return self.dag.buckets[of].alike > 1
-        return isinstance(node.op, Update) or content is Content.NORM
 
     def _mine(self, values: tuple[int, ...], *, alike: bool = False) -> list[int]:
         """The ``values`` that this class makes and contributes: only the first of equal copies,
@@ -250,21 +253,21 @@ class _Planner:
             and (alike or self.dag.copy_of(maker, maker.devices.index(self.members[0])) == 0)
         ]
 
-    def _ranks(self, node: Node) -> tuple[tuple[str, int], ...]:
-        """The coordinates of this class along the axes that shard a node's computation."""
+    def _axes(self, node: Node) -> tuple[tuple[str, int, int], ...]:
+        """The axes that shard a node's computation, if it depends on a device's rank along them."""
         if not isinstance(node.op, Compute):
             return ()
         names = self.dag.model.chunks[node.op.chunk].buffers
         axes = [name.removeprefix(RANK) for name in names if name.startswith(RANK)]
         rules = [self.dag.rule(node.op.chunk, axis) for axis in axes]
-        place = node.devices.index(self.members[0]) if rules else 0
-        return tuple((rule.axis, place // rule.stride % rule.ways) for rule in rules)
+        return tuple((rule.axis, rule.stride, rule.ways) for rule in rules)
 
-    def _rows(self, node: Node) -> Group:
-        """The devices that shard the rows of a node's computation, including this class's."""
-        if node.replicas == 1:
-            return node.devices
-        return node.replica(node.devices.index(self.members[0]))
+    def _rows(self, node: Node) -> RowShards:
+        """The devices that shard the rows of a node's computation. Equal ones are one object."""
+        key = id(node.devices), node.replicas  # the DAG holds the devices
+        if key not in self.shards:
+            self.shards[key] = RowShards(node.devices, node.replicas)
+        return self.shards[key]
 
     def _new(self, value: int, kind: Slot) -> int:
         slot = self.slots[value] = len(self.kinds)
@@ -309,7 +312,7 @@ class _Planner:
                     op=node.op,
                     content=content,
                     of=of,
-                    group=self._rows(node) if verb is Verb.COMPUTE else (),
+                    rows=self._rows(node) if verb is Verb.COMPUTE else NO_ROWS,
                     reads=read,
                     writes=written,
                     adds=adds,
@@ -318,7 +321,7 @@ class _Planner:
                     waits=waits,
                     ends=tuple([w for w in waits if w in self.under_way]),
                     buckets=self._buckets(verb, content, of, reads),
-                    ranks=self._ranks(node),
+                    axes=self._axes(node),
                     weights=self._weights(content, reads),
                     early=None if waits else self._early(verb, node, written),
                 )

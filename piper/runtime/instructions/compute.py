@@ -25,8 +25,8 @@ def compute(
 ) -> BoundInstruction:
     """The slots in ``last`` have no later reader: their tensors are freed as soon as the program
     has used them."""
-    group = len(x.group)
-    program = context.code.programs[group][op.chunk]
+    parts = x.rows.parts
+    program = context.code.programs[parts][op.chunk]
     function = program.functions[op.which]
     piece = context.code.pieces[op.chunk]
     run = context.runners.get(program, op.which)
@@ -45,7 +45,7 @@ def compute(
             else:
                 nested.append((position, gathered[context.state.bucket_of[name]], name))
         elif ref.kind is Kind.BUFFER and (name := piece.buffers[ref.index]).startswith(RANK):
-            rank = dict(x.ranks)[name.removeprefix(RANK)]
+            rank = _rank(x, name.removeprefix(RANK), context.device)
             fixed[position] = torch.tensor(rank, device=context.where)
         elif ref.kind is Kind.BUFFER:
             fixed[position] = context.buffer(name)
@@ -111,7 +111,7 @@ def compute(
     if not function.random:
         return execute
     state, where, generator = context.state, context.where, context.generator
-    part = op.microbatch * group + x.group.index(context.device)
+    part = op.microbatch * parts + x.rows.part(context.device)
 
     draws = piece.draws or Draws(op.chunk)
 
@@ -123,6 +123,11 @@ def compute(
             execute()
 
     return drawing
+
+
+def _rank(x: Instruction, axis: str, device: int) -> int:
+    stride, ways = next((stride, ways) for name, stride, ways in x.axes if name == axis)
+    return x.rows.devices.index(device) // stride % ways
 
 
 def _allocates(
