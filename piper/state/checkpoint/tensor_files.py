@@ -25,7 +25,7 @@ from torch import Tensor
 from piper.base.codec import ArrayRecord, Count
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, open_file, wrong
-from piper.state.checkpoint.boxes import Box, row_major
+from piper.state.checkpoint.boxes import row_major
 from piper.state.checkpoint.slices import Location, Slice, covered
 
 BLOCK = 4 * 2**20
@@ -87,22 +87,19 @@ def laid_out(file: str, slices: Iterable[Slice]) -> tuple[bytes, list[tuple[Slic
     first, so that every tensor is aligned."""
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ordered = sorted(slices, key=lambda one: -one.dtype.itemsize)
-    at = 0
-    for one in ordered:
+    starts = list(itertools.accumulate((one.nbytes for one in ordered), initial=0))
+    for one, ends in zip(ordered, itertools.pairwise(starts), strict=True):
         if one.dtype not in NAMES:
             raise PiperError(f"{one.key} is {one.dtype}, which safetensors files cannot hold")
-        ends = [at, at + one.nbytes]
         shape = list(one.box.shape)
         content[one.key] = {"dtype": NAMES[one.dtype], "shape": shape, "data_offsets": ends}
-        at += one.nbytes
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    placed, at = [], len(header)
-    for one in ordered:
-        placed.append((one, replace(one, at=Location(one.box, file, one.key, at))))
-        at += one.nbytes
-    return header, placed
+    return header, [
+        (one, replace(one, at=Location(one.box, file, one.key, len(header) + start)))
+        for one, start in zip(ordered, starts, strict=False)
+    ]
 
 
 def write_file(path: Path, slices: Iterable[Slice]) -> tuple[FileFacts, list[Slice]]:
@@ -254,30 +251,23 @@ class Reader(ExitStack):
         """Copy ``source``, which is in memory or in a file, to ``into``, rounded to each dtype of
         ``via`` on the way."""
         if isinstance(source.at, Location):
-            self._read(source.location, source.dtype, source.box, into, via)
+            self._read(source, into, via)
         else:
             self._convert(source.tensor, into, via)
 
-    def _read(
-        self,
-        place: Location,
-        dtype: torch.dtype,
-        box: Box,
-        into: Tensor,
-        via: Sequence[torch.dtype],
-    ) -> None:
+    def _read(self, source: Slice, into: Tensor, via: Sequence[torch.dtype]) -> None:
+        place, box, size = source.location, source.box, source.dtype.itemsize
         strides = row_major(place.box.shape)
-        first = box.seen_from(place.box).offset(strides)
         span = 1 + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
-        at = place.offset + first * dtype.itemsize
-        same = all(one == dtype for one in (into.dtype, *via))
+        at = place.offset + box.seen_from(place.box).offset(strides) * size
+        same = all(one == source.dtype for one in (into.dtype, *via))
         direct = into.device.type == "cpu" and same and into.is_contiguous()
         if direct and span == box.numel:
             self._fill(place.file, at, memory_of(into))
-        elif span * dtype.itemsize <= BLOCK:
-            buffer = self._scratch(span * dtype.itemsize)
+        elif span * size <= BLOCK:
+            buffer = self._scratch(span * size)
             self._fill(place.file, at, buffer)
-            flat = torch.frombuffer(buffer, dtype=dtype, count=span)
+            flat = torch.frombuffer(buffer, dtype=source.dtype, count=span)
             self._convert(flat.as_strided(box.shape, strides), into, via)
         else:
             dim = next(i for i, n in enumerate(box.shape) if n > 1)
@@ -285,7 +275,7 @@ class Reader(ExitStack):
             for start, stop in ((low, low + n // 2), (low + n // 2, low + n)):
                 part = box.between(dim, start, stop)
                 assert part is not None
-                self._read(place, dtype, part, part.seen_from(box).of(into), via)
+                self._read(source.part(part), part.seen_from(box).of(into), via)
 
     def _convert(self, values: Tensor, into: Tensor, via: Sequence[torch.dtype]) -> None:
         for one, after in itertools.pairwise((*via, into.dtype)):
