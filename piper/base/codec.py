@@ -7,7 +7,7 @@ Every file begins with a ``Format``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -49,6 +49,11 @@ class Format:
                 f"this holds {other}, not {str(self)!r}: write it again with this version of Piper"
             )
         return {name: item for name, item in data.items() if name != "format"}
+
+
+def picked(item: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The attributes of ``item`` with these names: fields that two records share."""
+    return {name: getattr(item, name) for name in names}
 
 
 def encode(kind: Any, item: Any) -> Any:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from piper.base import checked_folder as folders
-from piper.base.codec import Count, Format, Int64, decode, encode
+from piper.base.codec import Count, Format, Int64, decode, encode, picked
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, parsed, rows, shown, within
 from piper.capture.batch import Batch
@@ -115,6 +115,12 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     computation: Computation | None
 
 
+_CODE = ("pieces", "values", "loss", "count", "outputs", "parameters")
+"""The fields of ``Executables`` that a file has as they are."""
+_TRAINING = ("clip_norm", "precision", "seed", "on_nan", "default_dtype")
+"""Those of ``Training``."""
+
+
 def save(program: Compiled, folder: Path) -> None:
     """Write ``program`` into ``folder``."""
     if program.plans != program.lowered.plans:
@@ -124,15 +130,10 @@ def save(program: Compiled, folder: Path) -> None:
         )
     graphs = _Graphs()
     training, evaluation = program.steps
-    own = program.training
     costs = _plain_costs(program)
     file = _File(
         strategy=program.strategy.to_json(),
-        clip_norm=own.clip_norm,
-        on_nan=own.on_nan,  # type: ignore[arg-type]  # its values are checked
-        precision=own.precision,  # type: ignore[arg-type]
-        seed=own.seed,
-        default_dtype=own.default_dtype,
+        **picked(program.training, _TRAINING),
         settings=program.settings,
         costs=costs if isinstance(costs, Costs) else None,
         answers=costs if isinstance(costs, Answers) else None,
@@ -188,10 +189,7 @@ def load(
         training = _step_from_file(file.training, graphs, constants[0])
         read = Parts(
             strategy=Strategy.from_json(file.strategy),
-            training=Training(
-                optimizer, scheduler, file.clip_norm, file.precision, file.seed, file.on_nan,
-                file.default_dtype,
-            ),
+            training=Training(optimizer, scheduler, **picked(file, _TRAINING)),
             source=source,
             names=file.names,
             settings=replace(file.settings, costs=file.costs or file.answers or Costs()),
@@ -278,15 +276,9 @@ def _step_to_file(step: Step, graphs: _Graphs, known: Facts | None = None) -> _S
         code=_CodeFile(
             programs={n: tuple(map(graphs.number, row)) for n, row in code.programs.items()},
             totals=totals,
-            **_shared(code),
+            **picked(code, _CODE),
         ),
     )
-
-
-def _shared(code: _CodeFile | Executables) -> dict[str, Any]:
-    """The fields that both have."""
-    names = ("pieces", "values", "loss", "count", "outputs", "parameters")
-    return {name: getattr(code, name) for name in names}
 
 
 def _step_from_file(
@@ -310,7 +302,7 @@ def _step_from_file(
             programs={n: tuple(graphs[i] for i in row) for n, row in code.programs.items()},
             constants=constants,
             totals=totals,
-            **_shared(code),
+            **picked(code, _CODE),
         ),
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piper.base.codec import ArrayRecord, Count, decode, encode
+from piper.base.codec import ArrayRecord, Count, decode, encode, picked
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, shown, within, wrong
 from piper.capture.code.chunk_program import ChunkProgram, Function
@@ -68,7 +68,7 @@ def program_to_json(program: ChunkProgram) -> Json:
         which: _FunctionFile(
             graph=_graph_to_file(function.module.graph),
             consumes=tuple(sorted(function.consumes, key=str)),
-            **{name: getattr(function, name) for name in _SAME},
+            **picked(function, _SAME),
         )
         for which, function in program.functions.items()
     }
@@ -106,7 +106,7 @@ def _function_from_file(
         module=module,
         random=any(is_random(node) for node in module.graph.nodes),
         consumes=frozenset(file.consumes),
-        **{name: getattr(file, name) for name in _SAME},
+        **picked(file, _SAME),
     )
 
 

@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from piper.base.codec import ArrayRecord, Count, Format, Int64, decode, encode
+from piper.base.codec import ArrayRecord, Count, Format, Int64, decode, encode, picked
 from piper.base.reading import MalformedError, parsed, within, wrong
 from piper.state.checkpoint.boxes import Box, tile
 from piper.state.checkpoint.plain_values import from_json
@@ -132,7 +132,7 @@ class Index(_Facts, frozen=True, kw_only=True):
             model=_table_to_file(self.model),
             optimizer={kind: _table_to_file(x) for kind, x in self.optimizer.items()},
             stored=_table_to_file(self.tables.get(STORED, {})),
-            **_facts(self),
+            **picked(self, _Facts.__struct_fields__),
         )
         content = _FORMAT.headed(encode(_File, file))
         rest = json.dumps(content, allow_nan=False)[1:].encode()
@@ -149,10 +149,6 @@ class Index(_Facts, frozen=True, kw_only=True):
         if first != _first_line(rest):
             raise MalformedError("it is damaged: its checksum differs")
         return _index(decode(_File, data))
-
-
-def _facts(of: _Facts) -> dict[str, Any]:
-    return {name: getattr(of, name) for name in _Facts.__struct_fields__}
 
 
 def _first_line(rest: bytes) -> bytes:
@@ -221,7 +217,7 @@ def _index(file: _File) -> Index:
 
     for value in file.values:
         from_json(value.value, found)
-    return Index(tables=tables, **_facts(file))
+    return Index(tables=tables, **picked(file, _Facts.__struct_fields__))
 
 
 def _tensor(
