@@ -11,55 +11,35 @@ A script defines ``job``, a ``Job`` or a function that returns one:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from piper.base.errors import PiperError
-from piper.capture.loss.outputs import Outputs
-from piper.capture.loss.own_loss import Loss
 from piper.capture.model import Precision
 from piper.cost.cluster import Cluster
 from piper.cost.tasks import CostModel
-from piper.program.compile.compiler import Capture, capture
+from piper.program.compile.compile_arguments import CompileArguments
+from piper.program.compile.compiler import Capture, checked_capture
 from piper.program.program import Program
-from piper.state.optimizer.factory import OptimizerFactory
-from piper.state.optimizer.scheduler import SchedulerFactory
-from piper.state.weights.weight_files import Init, WeightFiles
 from piper.strategies.strategy import Strategy
 
 Batches = Iterable[Sequence[Any] | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(CompileArguments):
     """The arguments of ``piper.compile``, and the training data."""
 
-    model: nn.Module
-    inputs: Sequence[Any] | Mapping[str, Any]
-    targets: Sequence[Any] = ()
-    loss: Loss | None = None
-    optimizer: OptimizerFactory | None = None
-    scheduler: SchedulerFactory | None = None
-    tags: Mapping[str, str] | None = None
-    init: Init | WeightFiles | None = None
     batches: Batches | Callable[[], Batches] | None = None
     """The batches, or a function that returns them, each ``(*inputs, *targets)`` or a dict of
     inputs. Without batches, every step trains on the example."""
     strategy: Strategy | None = None
     """The default strategy, if none is given when the job runs."""
-    compiler: str = "eager"
-    device: torch.device | str | None = None
-    precision: str = "fp32"
-    remat: str | None = None
-    clip_norm: float | None = None
-    on_nan: str | None = None
+    _: KW_ONLY
     memory_limit: int | str | None = None
     costs: CostModel | None = None
-    seed: int = 0
-    outputs: Outputs | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,21 +69,4 @@ class Job:
 
     def capture(self) -> Capture:
         """The job's captured model, to compile under several strategies."""
-        return capture(
-            self.model,
-            inputs=self.inputs,
-            targets=self.targets,
-            loss=self.loss,
-            outputs=self.outputs,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            tags=self.tags,
-            init=self.init,
-            compiler=self.compiler,
-            device=self.device,
-            precision=self.precision,
-            remat=self.remat,
-            clip_norm=self.clip_norm,
-            on_nan=self.on_nan,
-            seed=self.seed,
-        )
+        return checked_capture(self)

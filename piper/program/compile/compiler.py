@@ -24,8 +24,8 @@ from piper.base.units import counted, nbytes_of
 from piper.capture.batch import Batch
 from piper.capture.code.codegen import Eager
 from piper.capture.loss.outputs import Outputs
-from piper.capture.loss.own_loss import Loss, loss_or_own, refuse_counted
-from piper.capture.model import Captured, check_model, device_of
+from piper.capture.loss.own_loss import Loss
+from piper.capture.model import Captured, device_of
 from piper.capture.regions import ChosenTags
 from piper.cost.rough_costs import Costs
 from piper.cost.tasks import CostModel
@@ -38,18 +38,19 @@ from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.lower.waste import LARGE
 from piper.program.chunk_table import letters_of
+from piper.program.compile.compile_arguments import CompileArguments
 from piper.program.compile.digest import digest_of
 from piper.program.compile.mixing_warnings import warn_of_mixing
 from piper.program.compile.placer import Placed, Placer
 from piper.program.compile.rank_zero import JobStore
-from piper.program.compile.traces import Subject, Traces
+from piper.program.compile.traces import Traces
 from piper.program.compiled import Step, trained_shapes
 from piper.program.deferred import Deferred
 from piper.program.program import Program
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.optimizer_checks import check_factory
 from piper.state.optimizer.probe import cost_of
-from piper.state.optimizer.scheduler import SchedulerFactory, try_scheduler
+from piper.state.optimizer.scheduler import SchedulerFactory
 from piper.state.optimizer.training import Training
 from piper.state.weights.source import Source, StateNames
 from piper.state.weights.weight_files import Init, WeightFiles
@@ -95,14 +96,7 @@ def capture(
     ``on_nan`` handles a step whose gradients are not finite: ``"skip"`` and ``"stop"`` update
     nothing, then continue or raise. ``seed`` seeds ``init`` and random operations.
     """
-    chosen = loss_or_own(loss, targets)
-    subject = Subject(
-        model, inputs, targets, chosen, tags, device, compiler, remat, precision, outputs
-    )
-    training = Training(
-        optimizer, scheduler, clip_norm, precision, seed, on_nan, torch.get_default_dtype()
-    )
-    return _capture(subject, training, init)
+    return checked_capture(CompileArguments.among(locals()))
 
 
 @named_arguments(PiperError)
@@ -131,29 +125,24 @@ def compile(
     """Compile ``model`` for training under ``strategy``: ``capture``, then ``Capture.compile``,
     with the arguments of both."""
     _check_strategy(strategy)
-    chosen = loss_or_own(loss, targets)
-    subject = Subject(
-        model, inputs, targets, chosen, tags, device, compiler, remat, precision, outputs
-    )
-    training = Training(
-        optimizer, scheduler, clip_norm, precision, seed, on_nan, torch.get_default_dtype()
-    )
-    captured = _capture(subject, training, init)
+    captured = checked_capture(CompileArguments.among(locals()))
     return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
 
 
-def _capture(subject: Subject, training: Training, init: Init | WeightFiles | None) -> Capture:
-    check_model(subject.model)
-    training.check()
-    refuse_counted(subject.inputs)
-    if init is not None and not callable(init) and not isinstance(init, WeightFiles):
-        raise PiperError(
-            f"init={init!r} must be a function (name, tensor, generator) or piper.weights(folder)"
-        )
-    with without_modes():
-        try_scheduler(training.optimizer, training.scheduler, subject.trained)
-    _warn_of_evaluation_mode(subject.model)
-    return Capture(subject, training, init)
+def checked_capture(given: CompileArguments) -> Capture:
+    """The captured model of ``given``; refuses what is wrong for every strategy."""
+    given.check()
+    return Capture(given, torch.get_default_dtype())
+
+
+@dataclass(frozen=True, slots=True)
+class _Under:
+    """What a captured model is compiled under."""
+
+    strategy: Strategy
+    memory_limit: int | None
+    """In bytes."""
+    costs: CostModel | None
 
 
 class Capture:
@@ -161,17 +150,13 @@ class Capture:
     first needs it, once for each number of rows on a device. Traces are cached, so nothing but the
     weights of the model may change."""
 
-    def __init__(
-        self, subject: Subject, training: Training, init: Init | WeightFiles | None
-    ) -> None:
-        self._size = Batch.of(subject.inputs, subject.targets).size
-        self._subject = subject
-        self._training = training
-        self._init = init
-        loss = subject.loss
-        self._source = Source(subject.model, loss if isinstance(loss, nn.Module) else None, init)
+    def __init__(self, given: CompileArguments, default_dtype: torch.dtype) -> None:
+        self._given = given
+        self._size = given.batch.size
+        self._training = given.training(default_dtype)
+        self._source = Source(given.model, given.loss_module, given.init)
         self._frozen = self._source.frozen
-        self._traces = Traces(subject)
+        self._traces = Traces(given)
         self._placer = Placer(self._traces.passes)
         self._cost: OptimizerCost | None = None
 
@@ -211,44 +196,38 @@ class Capture:
         _check_costs(costs)
         limit = None if memory_limit is None else nbytes_of("memory_limit", memory_limit)
         self._source.refuse_refrozen(self._frozen)
-        how = {"strategy": strategy, "memory_limit": memory_limit, "costs": costs}
+        under = _Under(strategy, limit, costs)
         job = JobStore.of_this_process()
         if job is None:
-            return self._compiled(strategy, limit, costs, how)
+            return self._compiled(under)
+        digest = self._digest(under)
         known: dict[str, Any] = {
             "strategy": strategy,
             "training": self._training,
             "source": self._source,
             "names": StateNames.of(self._source),
-            "example": Batch.of(self._subject.inputs, self._subject.targets),
-            "device": device_of(self._subject.model, self._subject.device),
-            "again": partial(self._again, how),
+            "example": self._given.batch,
+            "device": device_of(self._given.model, self._given.device),
+            "again": partial(self._again, under),
             "frozen": self._frozen,
-            "given": self._digest(strategy, limit, costs),
+            "given": digest,
         }
-        here = partial(self._compiled, strategy, limit, costs, how, known["given"])
-        return job.compiled(known["given"], here, partial(Deferred.made, here, **known))
+        here = partial(self._compiled, under, digest)
+        return job.compiled(digest, here, partial(Deferred.made, here, **known))
 
-    def _digest(self, strategy: Strategy, limit: int | None, costs: CostModel | None) -> str:
+    def _digest(self, under: _Under) -> str:
         """A digest of everything that is compiled. The optimizer is compared otherwise."""
-        it, training = self._subject, self._training
-        batch = Batch.of(it.inputs, it.targets)
+        it, batch = self._given, self._given.batch
         example = [TensorSpec.of(x) if isinstance(x, Tensor) else x for x in batch.leaves]
         return digest_of(
             it.model, it.loss, str(batch.spec), example, device_of(it.model, it.device).type,
-            it.tags, it.compiler, it.remat, it.precision, it.outputs, training.clip_norm,
-            training.seed, training.on_nan, training.default_dtype, str(strategy.to_json()),
-            limit, costs,
+            it.tags, it.compiler, it.remat, it.precision, it.outputs, it.clip_norm, it.seed,
+            it.on_nan, self._training.default_dtype, str(under.strategy.to_json()),
+            under.memory_limit, under.costs,
         )  # fmt: skip
 
-    def _compiled(
-        self,
-        strategy: Strategy,
-        limit: int | None,
-        costs: CostModel | None,
-        how: Mapping[str, Any],
-        given: str | None = None,
-    ) -> Program:
+    def _compiled(self, under: _Under, digest: str | None = None) -> Program:
+        strategy = under.strategy
         shape = _shape(strategy, self._size)
         with default_dtype(self._training.default_dtype), _no_collection():
             captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
@@ -267,10 +246,10 @@ class Capture:
             settings = Settings(
                 clip=self._training.waits_for_norm,
                 optimizer=self._cost,
-                memory_limit=limit,
+                memory_limit=under.memory_limit,
                 gpu=first.device.type == "cuda",
                 fused=not isinstance(first.compiler, Eager),
-                costs=Costs() if costs is None else costs,
+                costs=Costs() if under.costs is None else under.costs,
             )
             lowered = _lowered(placed, self._training, settings, first.device)
             evaluation = placed
@@ -296,9 +275,9 @@ class Capture:
             device=first.device,
             compiler=first.compiler,
             computation=first.computation,
-            again=partial(self._again, how),
+            again=partial(self._again, under),
             frozen=self._frozen,
-            given=given,
+            given=digest,
         )
         _ = program.located  # refuse weight files that do not match, now
         for waste in program.waste:
@@ -306,20 +285,22 @@ class Capture:
                 warn(f"{waste}. {_CURES[waste.copies is None]}")
         return program
 
-    def _again(self, how: Mapping[str, Any], batch: Batch) -> Program:
+    def _again(self, under: _Under, batch: Batch) -> Program:
         """The program of the same model for batches of the shapes of ``batch``."""
         self._source.refuse_refrozen(self._frozen)
         inputs, targets = batch.parts
-        subject = replace(self._subject, inputs=inputs, targets=targets)
-        return Capture(subject, self._training, self._init).compile(**how)
+        other = Capture(
+            replace(self._given, inputs=inputs, targets=targets), self._training.default_dtype
+        )
+        return other.compile(under.strategy, memory_limit=under.memory_limit, costs=under.costs)
 
     def _warn_of_checkpointing(self, strategy: Strategy, lines: Sequence[str]) -> None:
         """Warn that the model's own activation checkpointing has no effect: the strategy decides
         what is recomputed."""
         directives = any(isinstance(d, Remat) for d in strategy.directives)
-        if lines and not directives and self._subject.remat is None:
+        if lines and not directives and self._given.remat is None:
             warn(
-                f"{type(self._subject.model).__name__} asks for activation checkpointing "
+                f"{type(self._given.model).__name__} asks for activation checkpointing "
                 f"(torch.utils.checkpoint, at {lines[0]}), which changes no number here and saves "
                 "no memory: what is computed again is said by the strategy; add "
                 "piper.remat({...}, 'all') for the regions meant, or give remat= to compile"
@@ -343,16 +324,6 @@ def _check_costs(costs: object) -> None:
         raise PiperError(
             f"costs={costs!r} must be piper.Costs(...) or another cost model, which has a method "
             "duration(task, devices), or None"
-        )
-
-
-def _warn_of_evaluation_mode(model: nn.Module) -> None:
-    """Warn of a model in evaluation mode: libraries often return models so, without notice."""
-    if isinstance(model, nn.Module) and not model.training:
-        warn(
-            f"{type(model).__name__} is in evaluation mode and is trained like that, without "
-            "dropout and with fixed batch-norm statistics: call model.train() before, or silence "
-            "this warning if it is meant"
         )
 
 

@@ -2,61 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from piper.base.errors import CaptureError
-from piper.capture.batch import Batch
-from piper.capture.blame import LOSS_PREFIX
 from piper.capture.chosen_regions import chosen_tags
 from piper.capture.chunk.split_passes import Passes
-from piper.capture.loss.outputs import NamedOutputs, Outputs
-from piper.capture.loss.own_loss import Loss
+from piper.capture.loss.outputs import NamedOutputs
+from piper.capture.loss.own_loss import loss_or_own
 from piper.capture.model import Captured, capture, trace
 from piper.capture.regions import ChosenTags, OwnRegions
+from piper.program.compile.compile_arguments import CompileArguments
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The model, loss and example batch to trace, and the options."""
-
-    model: nn.Module
-    inputs: Sequence[Any] | Mapping[str, Any]
-    targets: Sequence[Any]
-    loss: Loss
-    tags: Mapping[str, str] | None
-    device: torch.device | str | None
-    compiler: str
-    remat: str | None
-    precision: str
-    outputs: Outputs | None = None
-
-    @property
-    def trained(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters that require grad, by their names in the program."""
-        modules = [("", self.model), (LOSS_PREFIX, self.loss)]
-        return {
-            prefix + name: tuple(parameter.shape)
-            for prefix, module in modules
-            if isinstance(module, nn.Module)
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
 
 
 class Traces:
     """The traces of a model, made on demand and cached."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self.tags = chosen_tags(subject.model) if subject.tags is None else subject.tags
+    def __init__(self, given: CompileArguments) -> None:
+        self._given = given
+        self.tags = chosen_tags(given.model) if given.tags is None else given.tags
         self.passes = Passes()
         """The split passes of all joint graphs."""
         self._training: dict[int, Captured] = {}
@@ -81,7 +50,7 @@ class Traces:
         since any code can read the mode. Refuses a model whose trace differs from run to run."""
         if parts not in self._by_mode:
             self._by_mode[parts] = self._compared(parts)
-        return self._by_mode[parts] or self._subject.outputs is not None
+        return self._by_mode[parts] or self._given.outputs is not None
 
     def _compared(self, parts: int) -> bool:
         with self._evaluating():
@@ -91,7 +60,7 @@ class Traces:
             return False
         if self._text(parts) != training:
             raise CaptureError(
-                f"{type(self._subject.model).__name__} computes something else each time it is "
+                f"{type(self._given.model).__name__} computes something else each time it is "
                 "traced, and the captured step would repeat the first for ever: a number from "
                 "outside torch is in it (Python's or numpy's random generator, the time, a "
                 "counter); draw it with torch.rand, keep it in a buffer, or pass it with the batch"
@@ -99,7 +68,7 @@ class Traces:
         return True
 
     def _capture(self, parts: int, *, rows: bool) -> Captured:
-        it = self._subject
+        it = self._given
         how = self._how(parts, rows) | {"compiler": it.compiler, "remat": it.remat}
         return self._tagged(capture, **how, passes=self.passes)
 
@@ -110,30 +79,35 @@ class Traces:
         """The result of ``traced`` on the model with its tags. Chosen tags are given up if the
         model names regions itself, or cannot be traced with them."""
         try:
-            return traced(self._subject.model, tags=self.tags, **how)
+            return traced(self._given.model, tags=self.tags, **how)
         except (OwnRegions, CaptureError):
             if not isinstance(self.tags, ChosenTags):
                 raise
         self.tags = {}
-        return traced(self._subject.model, tags=self.tags, **how)
+        return traced(self._given.model, tags=self.tags, **how)
 
     def _how(self, parts: int, rows: bool) -> dict[str, Any]:
         """The arguments of both tracing functions. With ``rows``, outputs with rows are kept."""
-        it = self._subject
-        names = ("inputs", "targets", "loss", "device", "precision")
-        arguments = {name: getattr(it, name) for name in names} | {"microbatches": parts}
-        size = Batch.of(it.inputs, it.targets).size // parts if rows else None
-        arguments["outputs"] = None if it.outputs is None else NamedOutputs(it.outputs, size)
-        return arguments
+        it = self._given
+        size = it.batch.size // parts if rows else None
+        return {
+            "inputs": it.inputs,
+            "targets": it.targets,
+            "loss": loss_or_own(it.loss, it.targets),
+            "device": it.device,
+            "precision": it.precision,
+            "microbatches": parts,
+            "outputs": None if it.outputs is None else NamedOutputs(it.outputs, size),
+        }
 
     def _evaluating(self) -> AbstractContextManager[None]:
-        return _evaluating(self._subject.model, self._subject.loss)
+        return _evaluating(self._given.model, self._given.loss_module)
 
 
 @contextmanager
-def _evaluating(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
+def _evaluating(model: nn.Module, loss: nn.Module | None) -> Iterator[None]:
     """Puts the model and the loss into evaluation mode inside, and restores the mode after."""
-    roots = [model] + ([loss] if isinstance(loss, nn.Module) else [])
+    roots = [model] if loss is None else [model, loss]
     modules = [m for root in roots for m in root.modules()]
     before = [m.training for m in modules]
     try:
