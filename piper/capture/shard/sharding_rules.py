@@ -175,6 +175,9 @@ _UNKNOWN = (
     RuntimeError,
     ValueError,
     AssertionError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
 )
 """The exceptions of rules for cases that they do not know."""
 
