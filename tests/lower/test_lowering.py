@@ -123,7 +123,10 @@ def test_the_text_of_a_plan_parses_back(name: str) -> None:
 @pytest.mark.parametrize(
     "line",
     ["", "free s0", "   0 [compute] compute F: s0 -> s1", "slots 0: nothing 8 bytes",
-     "   0 [compute] compute F: s0 -> s1 # 0 0X0 on 0"],
+     "   0 [compute] compute F: s0 -> s1 # 0 0X0 on 0",
+     "   0 [s] collective x:  -> s0 # 0 R->P(sum) 0,1 loss 0",
+     "   0 [s] collective x:  -> s0 # 0 R->S(0) 0,1 value 0",
+     "   0 [s] collective x:  -> s0 # 0 P(sum)->R 0,1 profit 0"],
 )  # fmt: skip
 def test_text_that_is_no_plan_is_refused(line: str) -> None:
     with pytest.raises(PiperError, match="not a line of a plan"):
