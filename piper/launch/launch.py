@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from piper.base.arguments import Where
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.launch.device.worker_group import WorkerGroup
+from piper.launch.launch_options import Options, TorchrunOptions, WorkerOptions
 from piper.launch.running import start
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.trainer import Trainer
@@ -28,10 +29,10 @@ def launch(
 
     ``on`` is "virtual", "processes" or "torchrun". ``shapes`` is the number of batch shapes allowed
     besides the example's; each gets its own program, compiled at the first such batch. ``options``
-    are specific to the launcher: for "processes" and "torchrun" ``timeout`` (seconds that any
-    operation may take) and ``share_gpus`` (several processes may share a GPU); on GPUs
-    ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a seed: delay streams at
-    random to find races).
+    are specific to the launcher (``launch_options.py``): for "processes" and "torchrun"
+    ``timeout`` (seconds that any operation may take) and ``share_gpus`` (several processes may
+    share a GPU); on GPUs ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a seed:
+    delay streams at random to find races).
     """
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
@@ -48,23 +49,24 @@ def launch(
         return Trainer(group, programs)
 
 
-_LAUNCHERS: dict[str, Callable[..., WorkerGroup]] = {
-    Where.VIRTUAL.value: VirtualWorkerGroup,
-    Where.PROCESSES.value: ProcessWorkerGroup,
-    Where.TORCHRUN.value: TorchrunWorkerGroup,
+_LAUNCHERS: dict[str, tuple[Callable[[Any], WorkerGroup], type[Options]]] = {
+    Where.VIRTUAL.value: (VirtualWorkerGroup, Options),
+    Where.PROCESSES.value: (ProcessWorkerGroup, WorkerOptions),
+    Where.TORCHRUN.value: (TorchrunWorkerGroup, TorchrunOptions),
 }
 
 
 def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
     if on not in _LAUNCHERS:
         raise PiperError(f"on={on!r} is unknown: one of {', '.join(_LAUNCHERS)}")
-    _refuse_unknown(on, options, _LAUNCHERS[on])
-    return _LAUNCHERS[on](**options)
+    launcher, kind = _LAUNCHERS[on]
+    _refuse_unknown(on, options, kind)
+    return launcher(kind(**options))
 
 
-def _refuse_unknown(on: str, options: dict[str, Any], launcher: Callable[..., WorkerGroup]) -> None:
+def _refuse_unknown(on: str, options: dict[str, Any], kind: type[Options]) -> None:
     """Refuse an option that the launcher does not have."""
-    known = ["shapes", *inspect.getfullargspec(launcher).kwonlyargs]
+    known = ["shapes", *(field.name for field in fields(kind))]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

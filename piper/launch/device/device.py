@@ -23,6 +23,7 @@ from piper.launch.device.loaded_device import LoadedDevice
 from piper.launch.device.next_state import NextState
 from piper.launch.device.report import ProfileKind, Refusal, Report
 from piper.launch.device.step_graph import refuse_uncapturable
+from piper.launch.launch_options import Options
 from piper.launch.state.writing import written_by
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.feeding import rows_read
@@ -47,16 +48,6 @@ from piper.state.device_program import DeviceProgram
 from piper.state.weights.first_tensors import Fetch
 
 Running = Generator[Pending, None, Report]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of a launch that concern every device."""
-
-    cuda_graphs: bool = False
-    """Whether steps are captured as CUDA graphs and replayed."""
-    shake: int | None = None
-    """The seed of random stream delays, to find races."""
 
 
 class Links(Protocol):

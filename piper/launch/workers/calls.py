@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from piper.launch.device.device import Options
+from piper.launch.launch_options import WorkerOptions
 from piper.launch.torch_flags import Flags
 
 
@@ -19,13 +19,9 @@ class WorkerTask:
     device: int
     local: int
     """The index of its GPU on the machine, if it uses one."""
-    timeout: float
-    start_timeout: float
     paths: tuple[str, ...]
-    imports: tuple[str, ...]
-    """Modules that the worker imports first."""
-    share_gpus: bool
-    options: Options
+    """``sys.path`` of its parent."""
+    options: WorkerOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from piper.base.errors import PiperError
 from piper.capture.code.codegen import Runners
+from piper.launch.device.device import WorkerDevice
 from piper.launch.device.next_state import NextState
+from piper.launch.launch_options import ProcessOptions
+from piper.launch.watch.watchdog import Watchdog
 from piper.runtime.comm.gloo import Gloo, Peers
 from piper.runtime.comm.nccl import Nccl
 from piper.runtime.comm.protocol import Comm
@@ -27,15 +30,15 @@ class ProcessLinks:
     tracked = True
 
     def __init__(
-        self, store: dist.Store, local: int, *, timeout: float, share_gpus: bool, alone: bool
+        self, store: dist.Store, local: int, options: ProcessOptions, *, alone: bool
     ) -> None:
         """``store`` is shared by all processes of this job and used by no other. ``local`` is the
         index of this process on its machine. ``alone`` says that all are on one machine."""
         self.store = store
         self.gives: dict[int, Sequence[Slice]] = {}
         self._local = local
-        self._timeout = timedelta(seconds=timeout)
-        self._share_gpus = share_gpus
+        self._timeout = timedelta(seconds=options.timeout)
+        self._share_gpus = options.share_gpus
         self._alone = alone
         self._where: torch.device | None = None
 
@@ -67,6 +70,40 @@ class ProcessLinks:
         gives = self.gives.get(number, ())
         exchange(number, gives, room.missing, parcels(room.index, wants, number), link)
         link.barrier()
+
+
+class TorchrunLinks(ProcessLinks):
+    """The processes find each other in torchrun's store; on GPUs a watchdog watches them."""
+
+    def __init__(self, job: str, options: ProcessOptions) -> None:
+        """``job`` is a name that no other trainer of the processes has."""
+        here, world = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+        store = dist.PrefixStore(f"piper {job}", dist.distributed_c10d._get_default_store())
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        super().__init__(store, local, options, alone=here is not None and here == world)
+        self.guard: Watchdog | None = None
+
+    def connect(
+        self, job: str, program: DeviceProgram, where: torch.device
+    ) -> tuple[Comm, Runners]:
+        if where.type != "cuda":
+            return super().connect(job, program, where)
+        if self.guard is not None:
+            self.guard.close()
+        store, seconds = dist.PrefixStore(job, self.store), self._timeout.total_seconds()
+        self.guard = Watchdog(store, program.devices, program.device, seconds)
+        with self.guard.telling():
+            _refuse_shared(store, where, program.device, allowed=self._share_gpus)
+        with self.guard.over():  # not around compilation, which may exceed the timeout
+            return super().connect(job, program, where)
+
+    def look_at(self, running: Sequence[WorkerDevice]) -> None:
+        """Watch the device of this process, if it has a program."""
+        if self.guard is not None and running:
+            self.guard.look_at(running[0].loaded)
+        elif self.guard is not None:
+            self.guard.close()
+            self.guard = None
 
 
 def choose_gpu(local: int, *, share: bool, alone: bool) -> torch.device:
@@ -102,4 +139,16 @@ def refuse_too_few_gpus(processes: int, *, share: bool) -> None:
             f"{processes} processes of this machine need a GPU each, but it has {count}: use "
             "fewer, or share_gpus=True, which lets several share a GPU (to try things: they take "
             "turns and talk over sockets), or on='virtual', which puts all devices into one process"
+        )
+
+
+def _refuse_shared(store: dist.Store, where: torch.device, number: int, *, allowed: bool) -> None:
+    """Refuse two processes on one GPU: NCCL would do so with an unhelpful message."""
+    gpu = torch.cuda.get_device_properties(where).uuid
+    first = store.compare_set(f"gpu {gpu}", "", str(number)).decode()
+    if first != str(number) and not allowed and "NCCL_HOSTID" not in os.environ:
+        raise PiperError(
+            f"devices {first} and {number} are on one GPU ({where}): give each process a GPU of "
+            "its own (torchrun sets LOCAL_RANK, and this machine may have fewer GPUs than "
+            "processes), or say share_gpus=True, which lets several share one, over sockets"
         )

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from piper.capture.code.codegen import Runners
-from piper.launch.device.device import Options, WorkerDevice
+from piper.launch.device.device import WorkerDevice
 from piper.launch.device.driving import InTurns
 from piper.launch.device.local_devices import LocalDevices
 from piper.launch.device.next_state import NextState
 from piper.launch.device.worker_group import BatchRows, OneTrainer
+from piper.launch.launch_options import Options
 from piper.runtime.comm.loopback import Hub, Loopback
 from piper.state.checkpoint.slices import Slice
 from piper.state.device.resharding import copied
@@ -23,12 +24,10 @@ from piper.state.device_program import DeviceProgram
 class VirtualWorkerGroup(OneTrainer):
     """Every device of a program as an object in this process."""
 
-    def __init__(self, *, cuda_graphs: bool = False, shake: int | None = None) -> None:
-        """With ``cuda_graphs``, a step is captured as one CUDA graph and replayed. ``shake`` is the
-        seed of random stream delays, to find races."""
-        self._options = Options(cuda_graphs, shake)
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._links = _Links()
-        self.local = LocalDevices([], InTurns(self._links), cuda_graphs=cuda_graphs)
+        self.local = LocalDevices([], InTurns(self._links), cuda_graphs=options.cuda_graphs)
 
     @property
     def damaged(self) -> bool:

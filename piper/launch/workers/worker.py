@@ -82,7 +82,7 @@ def _end_with_parent(folder: Path) -> None:
 def _serve(connection: Connection, folder: Path) -> None:
     task: WorkerTask = _next(connection)
     sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
-    for module in task.imports:
+    for module in task.options.imports:
         importlib.import_module(module)
     device = WorkerDevice(task.device, _Links(task, folder), task.options)
     local = LocalDevices([device], alone, cuda_graphs=task.options.cuda_graphs)
@@ -95,7 +95,7 @@ def _serve(connection: Connection, folder: Path) -> None:
         answer = _called(local, monitor, call)
         progress.publish()
         if monitor is None and not device.waits and device.state.where.type == "cuda":
-            monitor = _monitor(device, task.timeout, connection)
+            monitor = _monitor(device, task.options.timeout, connection)
         _answer(connection, answer)
     if monitor is not None:
         monitor.close()
@@ -107,10 +107,8 @@ class _Links(ProcessLinks):
 
     def __init__(self, task: WorkerTask, folder: Path) -> None:
         store = dist.FileStore(str(folder / "store"))
-        store.set_timeout(timedelta(seconds=task.start_timeout))
-        super().__init__(
-            store, task.local, timeout=task.timeout, share_gpus=task.share_gpus, alone=True
-        )
+        store.set_timeout(timedelta(seconds=task.options.start_timeout))
+        super().__init__(store, task.local, task.options, alone=True)
 
     def connect(
         self, job: str, program: DeviceProgram, where: torch.device

@@ -22,6 +22,8 @@ KEEPING = {
 """Settings of torch's CPU allocator: it keeps memory that a step frees and allocates again. glibc
 keeps allocations below 32 MiB, its largest threshold; mimalloc (as on 64-bit ARM) keeps all of them
 for 50 ms."""
+GRACE = 2.0
+"""Seconds that a process gets to exit by itself."""
 _NOWHERE = struct.pack("qq", -1, 0)
 """The program counter and the plan of a worker that runs no instruction."""
 

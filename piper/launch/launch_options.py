@@ -1,0 +1,51 @@
+"""The options of ``launch``, said once: a launcher takes those of its class, and sends them to its
+workers as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of every launcher, on GPUs."""
+
+    cuda_graphs: bool = False
+    """Whether steps are captured as CUDA graphs and replayed."""
+    shake: int | None = None
+    """The seed of random stream delays, to find races."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOptions(Options):
+    """Those of launchers that have a process for each device."""
+
+    timeout: float = 600.0
+    """Seconds that one step may take; under torchrun on CPUs, one communication."""
+    share_gpus: bool = False
+    """Whether several processes may share a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions(ProcessOptions):
+    """The options of ``on="processes"``."""
+
+    start_timeout: float = 120.0
+    """Seconds until all workers must be ready."""
+    threads: int | None = None
+    """CPU threads of each worker; None for an even share."""
+    imports: Sequence[str] = ()
+    """Modules that workers import first, because they define operations that the model uses. Those
+    made with ``torch.library.custom_op`` are found without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchrunOptions(ProcessOptions):
+    """The options of ``on="torchrun"``."""
+
+    check_weights: bool = True
+    """Whether the initial weights of all processes are compared."""
+    check_batches: int = 100
+    """The first three batches are compared, then every n-th, each with the optimizer's settings; 0
+    compares none."""

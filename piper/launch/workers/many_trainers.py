@@ -1,0 +1,109 @@
+"""The processes that torchrun started, each with a trainer: how they join, and what all must know
+goes through rank 0."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from piper.base.errors import PiperError
+from piper.launch.device.report import Refusal
+from piper.launch.device.worker_group import T
+from piper.launch.watch.clock import seconds_ahead
+from piper.launch.workers.pickling import by_value, received
+
+
+class ManyTrainers:
+    """The part of a worker group that is the same wherever several processes have a trainer."""
+
+    def __init__(self, timeout: float) -> None:
+        """``timeout`` is the seconds that one collective may take."""
+        _refuse_alone()
+        _join(timeout)
+        self.rank, self.trainers = dist.get_rank(), dist.get_world_size()
+        self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def once(self, call: Callable[..., T], *mine: Any) -> T:
+        first = self.rank == 0
+        given = []
+        for one in mine:
+            rows: list[Any] = [None] * self.trainers
+            self._together(dist.gather_object, one, rows if first else None, group_dst=0)
+            given.append(rows)
+        result: Any = None
+        if first:
+            try:
+                result = call(*given)
+            except PiperError as error:
+                result = Refusal(str(error))
+        sent = [by_value(result) if first else None]
+        self._together(dist.broadcast_object_list, sent, group_src=0)
+        return cast(T, _accepted(result if first else received(cast(bytes, sent[0]))))
+
+    def scattered(self, parts: Callable[[], Sequence[Any]], own: Any) -> Any:
+        """The part of this process, of those that rank 0 makes. ``own`` is in every part, and not
+        sent."""
+        sent: list[bytes] | None = None
+        if self.rank == 0:
+            try:
+                sent = [by_value(part, own) for part in parts()]
+            except PiperError as error:
+                sent = [by_value(Refusal(str(error)))] * self.trainers
+        mine: list[Any] = [None]
+        self._together(dist.scatter_object_list, mine, sent, group_src=0)
+        return _accepted(received(mine[0], own))
+
+    def largest(self, number: int) -> int:
+        largest = torch.tensor(number, device="cpu")
+        self._together(dist.all_reduce, largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def seconds_ahead(self) -> float:
+        """The seconds that this machine's clock is ahead of rank 0's."""
+        return seconds_ahead(self._objects)
+
+    def _together(self, collective: Callable[..., Any], *given: Any, **options: Any) -> None:
+        """Take part in a collective; a PiperError if another participant is gone."""
+        try:
+            collective(*given, group=self._objects, **options)
+        except RuntimeError as error:
+            raise PiperError(
+                f"the processes cannot be brought together ({str(error).splitlines()[0]}): one of "
+                "them has ended or hangs; look at what it wrote first"
+            ) from error
+
+
+def _accepted(answer: Any) -> Any:
+    if isinstance(answer, Refusal):
+        raise PiperError(answer.why)
+    return answer
+
+
+def _join(timeout: float) -> None:
+    """Join torch's default process group, unless the caller has done so."""
+    if dist.is_initialized():
+        return
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    # leave only at exit: torch cannot initialise again on the same rendezvous for another program.
+    # Trainers' finalizers are registered later, so they run before this one
+    weakref.finalize(_leave, _leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _refuse_alone() -> None:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing and not dist.is_initialized():
+        raise PiperError(
+            f"on='torchrun' needs {', '.join(missing)} in the environment: start the script with "
+            "torchrun --nproc-per-node N script.py"
+        )
