@@ -16,7 +16,7 @@ from piper.base.errors import PiperError
 from piper.launch.device.report import Refusal
 from piper.launch.device.worker_group import T
 from piper.launch.watch.clock import seconds_ahead
-from piper.launch.workers.pickling import by_value, received
+from piper.launch.workers.pickling import Pickled, by_value, received
 
 
 class ManyTrainers:
@@ -49,15 +49,18 @@ class ManyTrainers:
     def scattered(self, parts: Callable[[], Sequence[Any]], own: Any) -> Any:
         """The part of this process, of those that rank 0 makes. ``own`` is in every part, and not
         sent."""
-        sent: list[bytes] | None = None
-        if self.rank == 0:
-            try:
-                sent = [by_value(part, own) for part in parts()]
-            except PiperError as error:
-                sent = [by_value(Refusal(str(error)))] * self.trainers
         mine: list[Any] = [None]
+        if self.rank != 0:
+            self._together(dist.scatter_object_list, mine, None, group_src=0)
+            return _accepted(received(mine[0], own))
+        pickled = Pickled()
+        try:
+            made = parts()
+        except PiperError as error:
+            made = [Refusal(str(error))] * self.trainers
+        sent = [None, *(by_value(part, pickled, own) for part in made[1:])]
         self._together(dist.scatter_object_list, mine, sent, group_src=0)
-        return _accepted(received(mine[0], own))
+        return _accepted(made[0])
 
     def largest(self, number: int) -> int:
         largest = torch.tensor(number, device="cpu")

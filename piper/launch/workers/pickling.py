@@ -9,6 +9,7 @@ import io
 import pickle
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +19,51 @@ import torch
 from piper.base.errors import PiperError
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.serialize import program_from_json, program_to_json
+from piper.ir.plan.plan import Plan
 from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.device.worker_group import BatchRows, Each
 from piper.launch.workers.custom_ops import define, defining_modules
 from piper.state.device_program import DeviceProgram
 
 
-def sendable(given: Any, device: int, folder: Path) -> Any:
+class Pickled:
+    """Plans and programs of chunks as bytes, made once for all devices that get them."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[object, bytes]] = {}
+
+    def of(self, item: object, data: Callable[[], Any]) -> bytes:
+        """The bytes of ``data()``, which stands for ``item``."""
+        if id(item) not in self._made:  # the table holds the item, so the id stays its own
+            self._made[id(item)] = item, pickle.dumps(data(), pickle.HIGHEST_PROTOCOL)
+        return self._made[id(item)][1]
+
+
+def sendable(given: Any, device: int, folder: Path, pickled: Pickled) -> Any:
     """One device's argument of a call in a form that ``pickle`` sends to its process. Initial
     weights go through a file in ``folder``, once for all devices."""
     item = given.of(device) if isinstance(given, Each | BatchRows) else given
     if isinstance(given, BatchRows):
         return [x.cpu().clone() for x in item]
     if isinstance(item, FirstWeights):
-        return _Packed(item.in_file(folder / "weights.pt"), (), None)
+        return _Packed(item.in_file(folder / "weights.pt"), (), None, pickled)
     if isinstance(item, DeviceProgram):
-        return _Packed(item, *defining_modules(item.code, item.evaluation_code))
+        return _Packed(item, *defining_modules(item.code, item.evaluation_code), pickled)
     return item
 
 
 class _Packed:
     """``item`` by value. The receiver first defines the operations that it uses."""
 
-    def __init__(self, item: Any, modules: tuple[str, ...], script: str | None) -> None:
-        self._parts = item, modules, script
+    def __init__(
+        self, item: Any, modules: tuple[str, ...], script: str | None, pickled: Pickled
+    ) -> None:
+        self._parts = item, modules, script, pickled
 
     def __reduce__(self) -> Any:
-        item, modules, script = self._parts
+        item, modules, script, pickled = self._parts
         try:
-            content = by_value(item)
+            content = by_value(item, pickled)
         except PiperError:
             raise
         except Exception as error:
@@ -61,12 +78,12 @@ def _unpacked(modules: tuple[str, ...], script: str | None, content: bytes) -> A
     return cloudpickle.loads(content)
 
 
-def by_value(item: Any, own: Any = None) -> bytes:
+def by_value(item: Any, pickled: Pickled | None = None, own: Any = None) -> bytes:
     """``item`` for ``cloudpickle.loads`` in another process; with ``own``, a part of it that every
     process has itself, for ``received``."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    pickler.own = own
+    pickler.pickled, pickler.own = pickled or Pickled(), own
     if isinstance(item, DeviceProgram):
         pickler.kind = item.kind
     pickler.dump(item)
@@ -87,14 +104,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     kind = torch.device("cpu")
     """The kind of device that chunks were compiled for."""
-    own: Any = None
+    pickled: Pickled
+    own: Any
 
     def persistent_id(self, item: Any) -> Any:
         return "own" if self.own is not None and item is self.own else None
 
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, ChunkProgram) and item.functions:
-            return program_from_json, (program_to_json(item), self.kind)
+            content = self.pickled.of(item, lambda: program_to_json(item))
+            return _program, (content, self.kind)
+        if isinstance(item, Plan):
+            return pickle.loads, (self.pickled.of(item, lambda: item),)
         if isinstance(item, type) and item.__module__ == "builtins":
             name = item.__name__
             if getattr(builtins, name, None) is not item and item not in _NAMELESS:
@@ -102,8 +123,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(item)
 
 
+def _program(content: bytes, kind: torch.device) -> ChunkProgram:
+    return program_from_json(pickle.loads(content), kind)
+
+
 class _Unpickler(pickle.Unpickler):
-    own: Any = None
+    own: Any
 
     def persistent_load(self, _: Any) -> Any:
         return self.own

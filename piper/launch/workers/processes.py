@@ -28,7 +28,7 @@ from piper.launch.launch_options import WorkerOptions
 from piper.launch.torch_flags import Flags
 from piper.launch.workers.calls import Call, WorkerTask, dumped
 from piper.launch.workers.first_failure import answers_of
-from piper.launch.workers.pickling import sendable
+from piper.launch.workers.pickling import Pickled, sendable
 from piper.launch.workers.process_links import refuse_too_few_gpus
 from piper.launch.workers.worker_process import GRACE, WorkerProcess, spawned
 
@@ -76,12 +76,12 @@ class ProcessWorkerGroup(OneTrainer):
         self._refuse_ended()
         threads = self._options.threads or max(1, (os.cpu_count() or 1) // len(self._workers))
         flags = Flags.here()
-        ready = all(worker.answered for worker in self._workers)
+        ready, pickled = all(worker.answered for worker in self._workers), Pickled()
         try:
             # one by one: the first worker can begin while the next one's part is cut
             for worker in self._workers:
                 worker.forget_pc()
-                given = tuple(sendable(x, worker.device, self._path) for x in arguments)
+                given = tuple(sendable(x, worker.device, self._path, pickled) for x in arguments)
                 worker.send(dumped(Call(method, given, flags, threads)))
             limit = self._options.timeout if ready else self._options.start_timeout
             return answers_of(self._workers, limit)
