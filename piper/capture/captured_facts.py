@@ -36,11 +36,11 @@ class Known:
 
     def __init__(self, passes: Passes | None = None) -> None:
         self.passes = passes or Passes()
-        self._variants: dict[tuple[int, RematPolicy], Variant] = {}
+        self._variants: dict[tuple[Joint, RematPolicy], Variant] = {}
 
     def variant(self, captured: Captured, joint: Joint, policy: RematPolicy) -> Variant:
         """The facts of ``joint`` under ``policy``."""
-        key = id(joint), policy  # ``passes`` keeps the joint alive, so its id stays unique
+        key = joint, policy
         if key not in self._variants:
             self._variants[key] = _variant(captured, self.passes.of(joint, policy))
         return self._variants[key]

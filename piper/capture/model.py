@@ -58,9 +58,10 @@ class Precision(Enum):
         return torch.bfloat16 if self is Precision.BF16 else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A model's step as chunks of pure functions."""
+    """A model's step as chunks of pure functions. It equals only itself, so that it can be a
+    key."""
 
     cut: Cut
     programs: tuple[ChunkProgram, ...]
@@ -120,15 +121,12 @@ class Captured:
     @property
     def unique_programs(self) -> tuple[ChunkProgram, ...]:
         """Every distinct program once, in the order of its first chunk."""
-        return tuple({id(program): program for program in self.programs}.values())
+        return tuple(dict.fromkeys(self.programs))
 
     def runners(self) -> tuple[Mapping[Pass, Runner], ...]:
         """Callables for every chunk's passes; each distinct program is compiled once."""
-        made: dict[int, Mapping[Pass, Runner]] = {}
-        for program in self.programs:
-            if id(program) not in made:
-                made[id(program)] = compile_program(program, self.compiler)
-        return tuple(made[id(program)] for program in self.programs)
+        made = {x: compile_program(x, self.compiler) for x in self.unique_programs}
+        return tuple(made[program] for program in self.programs)
 
 
 def capture(

@@ -41,7 +41,7 @@ def fingerprints(program: Program) -> Fingerprints:
     """A digest for each part of a program, by a readable name."""
     codes = [step.code for step in program.steps]
     chunks = [chunk for code in codes for row in code.programs.values() for chunk in row]
-    graphs = {id(chunk): chunk for chunk in chunks}
+    graphs = dict.fromkeys(chunks)
     constants = [(n, of_tensor(x)) for code in codes for n, x in sorted(code.constants.items())]
     training = program.training
     return {
@@ -59,7 +59,7 @@ def fingerprints(program: Program) -> Fingerprints:
             ]
         ),
         "default dtype": str(training.default_dtype),
-        "model's code": _digest([program_to_json(chunk) for chunk in graphs.values()]),
+        "model's code": _digest([program_to_json(chunk) for chunk in graphs]),
         "constants in the model's code": _digest(constants),
         _PLANS: _digest([str(p) for step in program.steps for p in step.plans]),
     }

@@ -50,7 +50,7 @@ def chunk_table(captured: Captured, *, fold: bool = False) -> Table:
             times = [str(count) if count > 1 else ""] if fold else []
             name = Text(_name(chunks))  # not markup: names contain brackets around indices
             sizes = _sizes(program, chunks[0])
-            table.add_row(str(index), name, *times, letters[id(program)], *sizes)
+            table.add_row(str(index), name, *times, letters[program], *sizes)
     return table
 
 
@@ -120,12 +120,12 @@ def _flops(program: ChunkProgram, which: Pass) -> int:
     return 0 if function is None else function.flops
 
 
-def letters_of(captured: Captured) -> dict[int, str]:
+def letters_of(captured: Captured) -> dict[ChunkProgram, str]:
     """Names A, B, …, Z, A1, B1, … of the programs, in the order of their first chunks."""
     names = {}
     for number, program in enumerate(captured.unique_programs):
         turn, letter = divmod(number, len(ascii_uppercase))
-        names[id(program)] = ascii_uppercase[letter] + (str(turn) if turn else "")
+        names[program] = ascii_uppercase[letter] + (str(turn) if turn else "")
     return names
 
 
@@ -141,7 +141,7 @@ def _groups(captured: Captured) -> Iterable[RepeatedChunks]:
     """The chunks in order, with repetitions of whole outermost regions merged."""
     chunks = captured.chunks
     kinds = [
-        (tuple(region.name for region in chunk.tags), id(program))
+        (tuple(region.name for region in chunk.tags), program)
         for chunk, program in zip(chunks, captured.programs, strict=True)
     ]
     borders = [

@@ -220,8 +220,8 @@ class Compiled(Parts):
         return tuple(d.into for d in self.strategy.directives if isinstance(d, Partition))
 
     @cached_property
-    def step(self) -> LoweredStep:
-        """The step as the input of simulation and visualization."""
+    def lowered_step(self) -> LoweredStep:
+        """What simulation and views read of a training step."""
         first = next(x for x in self.example.leaves if isinstance(x, torch.Tensor))
         return LoweredStep(
             dag=self.dag,

@@ -61,7 +61,7 @@ class Program(Compiled):
         """Simulates a step on ``cluster``, which need not exist: its time, and the start and end of
         every node. ``costs`` take precedence where they know a duration: measurements of this or
         another strategy (``trainer.profile(...).recorded``), or another cost model."""
-        return simulate(self.step, cluster, costs)
+        return simulate(self.lowered_step, cluster, costs)
 
     @cached_property
     def saving(self) -> Program:

@@ -254,14 +254,10 @@ class _Graphs:
     """Numbers distinct chunk programs in order of appearance."""
 
     def __init__(self) -> None:
-        self.items: list[ChunkProgram] = []
-        self._numbers: dict[int, int] = {}
+        self.items: dict[ChunkProgram, int] = {}
 
     def number(self, program: ChunkProgram) -> int:
-        if id(program) not in self._numbers:
-            self._numbers[id(program)] = len(self.items)
-            self.items.append(program)
-        return self._numbers[id(program)]
+        return self.items.setdefault(program, len(self.items))
 
 
 def _step_to_file(step: Step, graphs: _Graphs, known: Facts | None = None) -> _StepFile:

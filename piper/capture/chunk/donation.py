@@ -23,7 +23,7 @@ def consume_inputs(cut: Cut, programs: Sequence[ChunkProgram]) -> tuple[ChunkPro
     fresh: set[int] = set()
     for chunk, program in zip(cut.chunks, programs, strict=True):
         fresh |= {chunk.outputs[i] for i in _fresh_outputs(program)}
-    owned: dict[int, frozenset[int]] = {}
+    owned: dict[ChunkProgram, frozenset[int]] = {}
     for chunk, program in zip(cut.chunks, programs, strict=True):
         passed_on = _inputs_passed_on(program)
         mine = frozenset(
@@ -34,9 +34,9 @@ def consume_inputs(cut: Cut, programs: Sequence[ChunkProgram]) -> tuple[ChunkPro
             and value not in results
             and i not in passed_on
         )
-        owned[id(program)] = owned.get(id(program), mine) & mine
-    made = {id(p): p.consuming({Ref(Kind.INPUT, i) for i in owned[id(p)]}) for p in programs}
-    return tuple(made[id(p)] for p in programs)
+        owned[program] = owned.get(program, mine) & mine
+    made = {p: p.consuming({Ref(Kind.INPUT, i) for i in mine}) for p, mine in owned.items()}
+    return tuple(made[program] for program in programs)
 
 
 def private_results(function: Function) -> tuple[Ref, ...]:

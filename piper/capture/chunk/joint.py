@@ -10,9 +10,10 @@ from piper.capture.graphs import returned
 from piper.ir.passes import Ref
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Joint:
-    """A chunk's forward and backward in one graph; a ``Ref`` names each argument and result."""
+    """A chunk's forward and backward in one graph; a ``Ref`` names each argument and result. It
+    equals only itself, so that it can be a key."""
 
     graph: fx.Graph
     arguments: dict[fx.Node, Ref]

@@ -37,14 +37,14 @@ class Passes:
     """The programs of joint graphs, each built once."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, RematPolicy], tuple[Joint, ChunkProgram]] = {}
+        self._made: dict[tuple[Joint, RematPolicy], ChunkProgram] = {}
 
     def of(self, joint: Joint, policy: RematPolicy) -> ChunkProgram:
         """The program of ``joint`` under ``policy``."""
-        key = id(joint), policy  # unique, since the joint graph is kept
+        key = joint, policy
         if key not in self._made:
-            self._made[key] = joint, split(joint, policy)
-        return self._made[key][1]
+            self._made[key] = split(joint, policy)
+        return self._made[key]
 
 
 def split(joint: Joint, policy: RematPolicy) -> ChunkProgram:

@@ -38,9 +38,10 @@ class Function:
         return f"({', '.join(map(str, self.arguments))}) -> ({', '.join(map(str, self.results))})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ChunkProgram:
-    """All passes of one distinct chunk. A pass with nothing to compute is absent."""
+    """All passes of one distinct chunk. A pass with nothing to compute is absent. It equals only
+    itself, so that it can be a key."""
 
     functions: Mapping[Pass, Function]
     specs: Mapping[Ref, TensorSpec]

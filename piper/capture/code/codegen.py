@@ -232,14 +232,12 @@ class Runners:
 
     def __init__(self, compiler: Compiler) -> None:
         self.compiler = compiler
-        self._made: dict[tuple[int, Pass], Runner] = {}
-        self._kept: list[ChunkProgram] = []
+        self._made: dict[tuple[ChunkProgram, Pass], Runner] = {}
 
     def get(self, program: ChunkProgram, which: Pass) -> Runner:
-        key = (id(program), which)
+        key = program, which
         if key not in self._made:
             self._made[key] = self.compiler.compile(program.functions[which], which)
-            self._kept.append(program)
         return self._made[key]
 
 

@@ -60,10 +60,10 @@ def with_rows(
     times = Fraction(of, parts)
     chunks, values = list(captured.chunks), list(captured.cut.values)
     joints, programs = list(captured.joints), list(captured.programs)
-    known: dict[tuple[int, int], tuple[Body, Joint]] = {}
+    known: dict[tuple[Joint, int], tuple[Body, Joint]] = {}
     for index, dim in dims.items():
         chunk, joint = chunks[index], joints[index]
-        key = id(joint), dim
+        key = joint, dim
         if key not in known:
             body = _resized(chunk, dim, times, of, parts)
             known[key] = body, _traced(body, joint, captured.compiler)

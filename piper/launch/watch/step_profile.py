@@ -94,7 +94,7 @@ class Profile(Shown):
         devices = sorted(self.measured)
         plan_at = {d: i for i, plan in enumerate(self.program.plans) for d in plan.devices}
         return run_of(
-            self.program.step,
+            self.program.lowered_step,
             [(f"device {device}", plan_at[device]) for device in devices],
             self._relative,
             title=title or "measured",

@@ -166,7 +166,7 @@ class Capture:
         whole = self._whole()
         letters = letters_of(whole)
         pairs = zip(whole.chunks, whole.programs, strict=True)
-        rows = [f"{chunk.name:15} program {letters[id(program)]}" for chunk, program in pairs]
+        rows = [f"{chunk.name:15} program {letters[program]}" for chunk, program in pairs]
         tags = self._traces.tags
         if isinstance(tags, ChosenTags):
             rows.append(f"regions chosen by Piper: tags={tags}; give others, or tags={{}} for none")

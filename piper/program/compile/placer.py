@@ -46,8 +46,8 @@ class Placer:
 
     def __init__(self, passes: Passes) -> None:
         self._known = Known(passes)
-        self._shares: dict[tuple[int, int, int, int | None], Joint] = {}
-        self._rows: dict[tuple[int, int], Mapping[int, Rows]] = {}
+        self._shares: dict[tuple[Joint, int, int, int | None], Joint] = {}
+        self._rows: dict[tuple[Captured, Captured | None], Mapping[int, Rows]] = {}
         self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
         self._resized: list[tuple[Captured, Mapping[int, int], int, Captured]] = []
 
@@ -144,7 +144,7 @@ class Placer:
         one size, the second is ``experts``, the model resized for groups of experts."""
         most, fewest = captured[min(captured)], captured[max(captured)]
         other = fewest if fewest is not most else experts
-        key = (id(most), id(other))
+        key = most, other
         if key not in self._rows:
             size = most.example.size // most.microbatches
             # a single row would show nothing, so the larger size is analyzed
@@ -177,7 +177,7 @@ class Placer:
             if rule.ways > 1:
                 by_expert = sorted_rows(captured.chunks[i].body)
                 rows = rule.room(by_expert.rows) if by_expert else None
-                key = (id(joints[i]), rule.ways, rule.dim, rows)
+                key = joints[i], rule.ways, rule.dim, rows
                 if key not in self._shares:
                     self._shares[key] = trace_share(
                         captured.chunks[i], joints[i], rule.ways, rule.dim, rows, captured.compiler
