@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +30,14 @@ def train(
     on: On = Where.VIRTUAL,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps; without it, until the batches end.")
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Passes over the batches; with --steps, the first to end."),
+    ] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps between evaluations; without it, after every epoch."),
     ] = None,
     load: Annotated[
         Path | None, typer.Option(help="Resume from this checkpoint, a folder.")
@@ -63,9 +72,19 @@ def train(
             if load is not None:
                 trainer.load(load)
                 output.say(f"resuming after step {trainer.steps}")
-            batches = _batches(job, trainer, steps)
+            batches = _batches(job, trainer, steps, epochs)
+            if evaluate_every is not None and job.held_out is None:
+                raise PiperError("--evaluate-every needs held-out batches: Job(held_out=...)")
             last = None if steps is None else trainer.steps + steps
-            for result in trainer.iterate(batches, steps=steps, progress=not as_json):
+            for result in trainer.iterate(
+                batches,
+                steps=steps,
+                epochs=epochs,
+                evaluate=job.held_out,
+                evaluate_every=evaluate_every,
+                callbacks=[_Evaluations(output)],
+                progress=not as_json and sys.stderr.isatty(),
+            ):
                 _report(output, trainer, result, every, last=trainer.steps == last)
                 if save is not None and trainer.steps % every == 0:
                     trainer.save(save)
@@ -74,10 +93,30 @@ def train(
                 output.wrote(f"state after step {trainer.steps}", save)
 
 
-def _batches(job: Job, trainer: Trainer, steps: int | None) -> Iterable[AnyBatch]:
-    if job.batches is None:
-        return itertools.repeat(trainer.example, steps if steps is not None else 10)
-    return _Following(job.batches, trainer.steps, around=steps is not None)
+class _Evaluations:
+    """Prints the loss of held-out batches."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+
+    def on_step(self, step: int, result: StepResult) -> None: ...
+
+    def on_evaluate(self, step: int, result: StepResult) -> None:
+        self._output.give({"evaluated_after": step, "loss": float(result.loss)})
+        self._output.say(f"evaluation after step {step}: loss {float(result.loss):.4f}")
+
+    def on_end(self) -> None: ...
+
+
+def _batches(
+    job: Job, trainer: Trainer, steps: int | None, epochs: int | None
+) -> Iterable[AnyBatch]:
+    if job.batches is not None:
+        around = steps is not None or epochs is not None
+        return _Following(job.batches, trainer.steps, around=around)
+    if epochs is not None:
+        raise PiperError("--epochs needs the batches of an epoch: Job(batches=...)")
+    return itertools.repeat(trainer.example, steps if steps is not None else 10)
 
 
 class _Following:

@@ -35,6 +35,8 @@ class Job(CompileArguments):
     batches: Batches | Callable[[], Batches] | None = None
     """The batches, or a function that returns them, each ``(*inputs, *targets)`` or a dict of
     inputs. Without batches, every step trains on the example."""
+    held_out: Batches | Callable[[], Batches] | None = None
+    """Batches to evaluate after every epoch, and at the end."""
     strategy: Strategy | None = None
     """The default strategy, if none is given when the job runs."""
     _: KW_ONLY

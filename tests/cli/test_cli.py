@@ -325,6 +325,19 @@ def test_more_steps_than_batches_are_another_pass(script: str, tmp_path: Path) -
     assert "the batches end after step 6, and the checkpoint is of step 6" in words
 
 
+def test_epochs_and_evaluations(tmp_path: Path) -> None:
+    path = tmp_path / "epochs_job.py"
+    path.write_text(
+        SCRIPT.replace("batches=batches", "batches=batches, held_out=lambda: list(batches())[:2]")
+    )
+    lines = run("train", path, "-m", TWO, "--epochs", 2, "--json").stdout.splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [x["step"] for x in found if "step" in x] == list(range(1, 13))
+    assert [x["evaluated_after"] for x in found if "step" not in x] == [6, 12]
+    said = run("train", path, "-m", TWO, "--steps", 3, "--evaluate-every", 2).stdout
+    assert re.findall(r"evaluation after step (\d+): loss \d\.\d{4}", said) == ["2", "3"]
+
+
 def test_batches_may_be_a_loader(tmp_path: Path) -> None:
     path = tmp_path / "loader_job.py"
     path.write_text(SCRIPT.replace("batches=batches", "batches=list(batches())"))
