@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 import piper
-from piper.launch.loggers import TensorBoard
-from piper.launch.trainer.callback import Callback
+from piper.callbacks import Callback, TensorBoard
 from piper.launch.trainer.step_result import StepResult
 from piper.models import ByteBatches, MoEConfig, MoETransformer, lm_loss, stdlib_bytes
 from piper.strategies import mesh

@@ -55,5 +55,5 @@ def nbytes_of(what: str, given: object) -> int:
 
 def counted(number: int, thing: str) -> str:
     """A count with its noun: 1 device, 2 devices, 1,000 microbatches."""
-    ending = "" if number == 1 else "es" if thing.endswith(("s", "ch")) else "s"
+    ending = "" if number == 1 else "es" if thing.endswith(("s", "tch")) else "s"
     return f"{number:,} {thing}{ending}"

@@ -1,6 +1,18 @@
-"""Callbacks of ``Trainer.fit``: TensorBoard, Weights & Biases, and the protocol for your own."""
+"""Callbacks of ``Trainer.fit``: loggers, and the protocol for your own."""
 
-from piper.launch.loggers import TensorBoard, WeightsAndBiases, scalars
-from piper.launch.trainer.callback import Callback
+from piper.launch.loggers.callback import Callback, EvaluationCallback
+from piper.launch.loggers.csv_file import CSV
+from piper.launch.loggers.logged import scalars
+from piper.launch.loggers.ml_flow import MLflow
+from piper.launch.loggers.tensorboard import TensorBoard
+from piper.launch.loggers.weights_and_biases import WeightsAndBiases
 
-__all__ = ["Callback", "TensorBoard", "WeightsAndBiases", "scalars"]
+__all__ = [
+    "CSV",
+    "Callback",
+    "EvaluationCallback",
+    "MLflow",
+    "TensorBoard",
+    "WeightsAndBiases",
+    "scalars",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import piper
-from piper.callbacks import TensorBoard, WeightsAndBiases, scalars
+from piper.callbacks import CSV, MLflow, TensorBoard, WeightsAndBiases, scalars
 from piper.launch.trainer.step_result import StepResult
 from piper.strategies import mesh
 
@@ -114,12 +116,19 @@ def test_scalars_are_those_of_the_result(trainer: piper.Trainer) -> None:
     found = scalars(result)
     assert found["train/loss"] == float(result.loss)
     assert found["train/grad_norm"] == float(result.grad_norm)
-    assert "train/grad_norm" not in scalars(trainer.evaluate(X, X))
+    assert found["train/learning_rate"] == 0.1
+    evaluated = scalars(trainer.evaluate(X, X))
+    assert "evaluation/loss" in evaluated
+    assert all(not name.startswith("train/") for name in evaluated)
 
 
 @pytest.mark.parametrize(
     ("module", "callback"),
-    [("tensorboard", TensorBoard("runs")), ("wandb", WeightsAndBiases(project="p"))],
+    [
+        ("tensorboard", TensorBoard("runs")),
+        ("wandb", WeightsAndBiases(project="p")),
+        ("mlflow", MLflow(run_name="r")),
+    ],
 )
 def test_a_missing_package_is_named(
     trainer: piper.Trainer, module: str, callback: piper.callbacks.Callback
@@ -137,3 +146,47 @@ def test_tensorboard_has_what_the_steps_gave(trainer: piper.Trainer, tmp_path: P
     events = loading.EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
     assert [e.step for e in events] == [2, 4]
     assert [e.value for e in events] == pytest.approx(losses[1::2])
+
+
+def test_a_csv_file_has_steps_and_evaluations(trainer: piper.Trainer, tmp_path: Path) -> None:
+    """A second run continues the file."""
+    path = tmp_path / "logs" / "run.csv"
+    losses: dict[tuple[int, str], float] = {}
+    for _ in range(2):
+        log = CSV(path, every=2)
+        how = {"evaluate": [(X, X)], "callbacks": [log], "progress": False}
+        for result in trainer.iterate([(X, X)] * 3, **how):
+            if trainer.steps % 2 == 0:
+                losses[trainer.steps, "train/loss"] = float(result)
+        losses[trainer.steps, "evaluation/loss"] = float(trainer.evaluate(X, X))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    found = {(int(r["step"]), r["name"]): float(r["value"]) for r in rows}
+    assert {key: x for key, x in found.items() if key[1].endswith("/loss")} == losses
+    assert len(found) == len(rows)
+
+
+class Package:
+    """Stands in for mlflow, which is not installed here."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def start_run(self, **settings: object) -> None:
+        self.calls.append(("start", settings))
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.calls.append(("log", (step, metrics["train/loss"])))
+
+    def end_run(self) -> None:
+        self.calls.append(("end", None))
+
+
+def test_mlflow_is_called_as_documented(
+    trainer: piper.Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = Package()
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    results = list(trainer.iterate([(X, X)] * 2, callbacks=[MLflow(run_name="r")]))
+    logged = [("log", (step, float(x))) for step, x in enumerate(results, 1)]
+    assert package.calls == [("start", {"run_name": "r"}), *logged, ("end", None)]

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import piper
 from piper.base.modes import default_dtype
+from piper.callbacks import Callback
 from piper.launch.torch_flags import Flags
-from piper.launch.trainer.callback import Callback
 from piper.strategies.directives import Directive, partition, place, split
 
 WIDTH = 4

@@ -1,7 +1,8 @@
 """Yields batches and saves the position in them, so that a resumed run continues at the same batch.
 
-For an iterable, resume restarts the pass with torch's generators as they were at its start, and
-drops the batches already taken. A loader with a ``state_dict`` (such as torchdata's
+For an iterable, resume restarts the pass with torch's generators as they were at its start (workers
+of a loader are seeded from them), and drops the batches already taken. A sampler with ``set_epoch``
+is told the number of the pass. A loader with a ``state_dict`` (such as torchdata's
 ``StatefulDataLoader``) continues from that. A function of the step needs no state.
 """
 
@@ -34,43 +35,72 @@ class Stateful(Protocol):
 class Position:
     """Yields batches one by one, and knows its position in them."""
 
-    def __init__(self, batches: BatchSource, step: int, *, repeat: bool, random: bool) -> None:
-        """``step`` is the first number passed to a function of the step. With ``repeat``, another
-        pass follows when the batches end. ``random`` says that torch's generators have the same
-        state in all processes, so their state is part of the position."""
+    def __init__(
+        self, batches: BatchSource, step: int, *, epochs: int | None, repeat: bool, random: bool
+    ) -> None:
+        """``step`` is the first number passed to a function of the step. There are ``epochs``
+        passes; without them any number if ``repeat``, else one. ``random`` says that torch's
+        generators have the same state in all processes, so their state is part of the position."""
         self._source = batches
         self._of_step = _is_of_step(batches)
         self._loader = batches if isinstance(batches, Stateful) else None
         self._generators: dict[str, torch.Generator] = {}
         if random and self._loader is None and not self._of_step:
             self._generators = _generators(batches)
-        self._repeat = repeat and not isinstance(batches, Iterator)
+        if epochs is not None and self._of_step:
+            raise PiperError(
+                "epochs= counts passes over the batches, and a function of the number of a step "
+                "has no end: give steps=, or a function without arguments that yields the batches"
+            )
+        self._told = epochs is not None
+        self._most = epochs or (None if repeat else 1)
+        self._once = isinstance(batches, Iterator)
         self._step = step
         self._rows: Iterator[AnyBatch] | None = None
         self._passes = 0
         self._taken = 0
         """Batches taken in this pass."""
-        self._over = False
+        self.over = False
+        """Whether there are no more batches."""
         self.has_batch = False
         """Whether a batch was taken but not yet trained on."""
         self._begun: dict[str, bytes] = {}
         """The states of the generators when this pass began."""
 
     def take(self) -> AnyBatch | None:
-        """The next batch, or None if there are no more."""
-        while not self._over:
-            if self._rows is None:
-                self._begun = self._random()
-                self._rows = self._begin()
-            for batch in self._rows:
-                self._taken += 1
-                self.has_batch = True
-                return batch
-            if self._repeat and self._taken:
-                self._passes, self._taken, self._rows = self._passes + 1, 0, None
-            else:
-                self._over = True
+        """The next batch; None after the last one of a pass, and if there are no more."""
+        if self.over:
+            return None
+        if self._rows is None:
+            self._begun = self._random()
+            self._rows = self._begin()
+        for batch in self._rows:
+            self._taken += 1
+            self.has_batch = True
+            return batch
+        self.over = not (self._taken and self._next_pass())
         return None
+
+    @property
+    def epochs(self) -> int:
+        """The number of passes that have ended."""
+        return self._passes + int(self.over and self._taken > 0)
+
+    @property
+    def total(self) -> int | None:
+        """The number of batches of all passes, if it is known."""
+        try:
+            length = len(self._source)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+        return None if self._most is None else length * self._most
+
+    def _next_pass(self) -> bool:
+        """Go to the next pass, if there is one."""
+        if self._once or (self._most is not None and self._passes + 1 >= self._most):
+            return False
+        self._passes, self._taken, self._rows = self._passes + 1, 0, None
+        return True
 
     def trained(self) -> None:
         """Mark the last batch as trained on."""
@@ -87,7 +117,7 @@ class Position:
             "taken": self._taken - self.has_batch,
             "loader": None if self._loader is None else self._loader.state_dict(),
             "passes": self._passes,
-            "over": self._over,
+            "over": self.over,
             "begun": self._begun,
             "random": self._random(),
         }
@@ -99,7 +129,7 @@ class Position:
         self._step = step
         self._taken = taken if isinstance(taken, int) and taken >= 0 else step
         self._passes = passes if isinstance(passes, int) else 0
-        self._over = known.get("over") is True
+        self.over = known.get("over") is True
         self._begun = _states(known.get("begun"))
         random = _states(known.get("random"))
         self._set(random)
@@ -107,11 +137,15 @@ class Position:
             self._loader.load_state_dict(loader)
         elif not self._of_step:
             self._rows = self._after(self._taken, random)
-        if self._over and self._repeat:  # this call takes more steps: begin another pass
-            self._passes, self._taken, self._rows, self._over = self._passes + 1, 0, None, False
+        if self.over and self._next_pass():  # this call takes more steps or epochs
+            self.over = False
 
     def _begin(self) -> Iterator[AnyBatch]:
         source = self._source
+        if self._told or self._passes:  # otherwise the caller may have told it
+            for tell in {getattr(x, "set_epoch", None) for x in _owners(source).values()}:
+                if callable(tell):
+                    tell(self._passes)
         if isinstance(source, Iterable):
             return iter(source)
         if self._of_step:
@@ -191,16 +225,20 @@ def _named(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _generators(batches: object) -> dict[str, torch.Generator]:
-    """The torch generators that a pass over the batches may draw from, by owner."""
+def _owners(batches: object) -> dict[str, object]:
+    """A loader and its samplers."""
     several = getattr(batches, "batch_sampler", None)
-    owners = {
+    return {
         "loader": batches,
         "sampler": getattr(batches, "sampler", None),
         "batch_sampler": several,
         "batch_sampler.sampler": getattr(several, "sampler", None),
     }
-    own = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
+
+
+def _generators(batches: object) -> dict[str, torch.Generator]:
+    """The torch generators that a pass over the batches may draw from, by owner."""
+    own = {name: getattr(x, "generator", None) for name, x in _owners(batches).items()}
     generators: dict[str, torch.Generator] = {}
     for name, generator in {"torch": torch.default_generator, **own}.items():
         if isinstance(generator, torch.Generator) and generator not in generators.values():

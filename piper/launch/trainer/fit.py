@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,11 @@ from piper.base.errors import PiperError, warn
 from piper.base.paths import path_of
 from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.trainer.data_position import Position
+from piper.launch.trainer.fit_options import FitOptions
 from piper.state.checkpoint import commit as folders
 
 _NAME = "step-{:08}"
+StateOf = Callable[[], dict[str, Any]]
 
 
 class Saver(Protocol):
@@ -60,25 +62,12 @@ class SavedRun:
 class Checkpoints:
     """The checkpoints of one call of ``fit`` or ``iterate``, in the folder of its run."""
 
-    def __init__(
-        self,
-        trainer: Saver,
-        group: WorkerGroup,
-        folder: str | Path,
-        every: int | None,
-        keep: int | None,
-        background: bool,
-    ) -> None:
-        for name, number in (("every", every), ("keep", keep)):
-            whole = isinstance(number, int) and not isinstance(number, bool)
-            if number is not None and not (whole and number >= 1):
-                raise PiperError(f"{name}={number!r} must be a whole number from 1 on, or None")
+    def __init__(self, trainer: Saver, group: WorkerGroup, options: FitOptions) -> None:
+        assert options.checkpoint is not None
         self._trainer = trainer
         self._group = group
-        self.folder = path_of(folder).absolute()
-        self._every = every
-        self._keep = keep
-        self._background = background
+        self.folder = path_of(options.checkpoint).absolute()
+        self._options = options
         self._call = 0
         self._last: int | None = None
         """The step of the last checkpoint of this call."""
@@ -89,11 +78,11 @@ class Checkpoints:
         self.done = False
         """Whether this call was done before the run was resumed."""
 
-    def begin(self, runs: dict[Path, SavedRun], position: Position, *, resume: bool) -> None:
+    def begin(self, runs: dict[Path, SavedRun], position: Position) -> Any:
         """Begin the next call of the run in this folder. The first call resumes from the last
-        checkpoint, if there is one; later calls continue."""
+        checkpoint, if there is one; later calls continue. Returns what was saved of this call."""
         if self.folder not in runs:
-            runs[self.folder] = self._begun(resume=resume)
+            runs[self.folder] = self._begun(resume=self._options.resume)
         run = runs[self.folder]
         self._call = run.calls
         run.calls += 1
@@ -104,6 +93,8 @@ class Checkpoints:
             if not self.done:
                 self.first, self._last = run.first, run.resumed
                 position.go_to(run.data, run.resumed)
+                return run.data
+        return None
 
     def _begun(self, *, resume: bool) -> SavedRun:
         """The run, resumed from its last checkpoint; a checkpoint that cannot be loaded is
@@ -142,24 +133,25 @@ class Checkpoints:
         except OSError as error:
             raise PiperError(f"{self.folder} cannot be used for checkpoints: {error}") from error
 
-    def after_step(self, position: Position) -> None:
-        """Save if a checkpoint is due."""
-        if self._every is not None and self._trainer.steps % self._every == 0:
-            self._save(position, background=self._background)
+    def after_step(self, state: StateOf) -> None:
+        """Save if a checkpoint is due; ``state`` gives the state of the call."""
+        every = self._options.every
+        if every is not None and self._trainer.steps % every == 0:
+            self._save(state, background=self._options.background)
 
-    def finish(self, position: Position) -> None:
+    def finish(self, state: StateOf) -> None:
         """Save, unless this step is saved already; everything is written when this returns."""
-        self._save(position, background=False)
+        self._save(state, background=False)
         self._trainer.settle_save()
 
-    def _save(self, position: Position, *, background: bool) -> None:
+    def _save(self, state: StateOf, *, background: bool) -> None:
         step = self._trainer.steps
         if self._last == step:
             return
         self._last = step  # before saving: after a late Ctrl-C, other ranks would not save again
-        data = {**self._group.once(position.state), "call": self._call, "first": self.first}
+        data = {**self._group.once(state), "call": self._call, "first": self.first}
         path = self.folder / _NAME.format(step)
-        self._trainer.save_at(path, data, self._keep, background=background)
+        self._trainer.save_at(path, data, self._options.keep, background=background)
 
 
 class Stop:

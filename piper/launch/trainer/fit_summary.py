@@ -13,6 +13,8 @@ class Ended(Enum):
 
     STEPS = "all its steps were taken"
     BATCHES = "the batches ended"
+    EPOCHS = "all its epochs are done"
+    PATIENCE = "evaluations gave no lower loss any more"
     EARLIER = "it was done before the run was resumed"
     ASKED = "SIGTERM asked the process to end"
 
@@ -25,20 +27,47 @@ class FitSummary:
     """The steps of this call, without those before a resume."""
     last_step: int
     """The number of the last step, counted over the whole run."""
+    epochs: int
+    """The passes over the batches that have ended, also those before a resume."""
     loss: float | None
     """The loss of the last step; None without steps."""
+    first_loss: float | None
+    """The loss of its first step."""
+    best_loss: tuple[int, float] | None
+    """The step with the lowest loss, and its loss."""
     mean_loss: float | None
     """The mean of the losses of its steps."""
+    evaluations: tuple[tuple[int, float], ...]
+    """The steps after which held-out batches were evaluated, and their losses, also those before a
+    resume."""
+    best_evaluation: tuple[int, float] | None
+    """The step with the lowest loss of held-out batches, and that loss."""
     seconds: float
+    tokens_per_second: float
+    """Over all its steps, without the time of evaluations."""
     resumed_from: int | None
     """The step of the checkpoint that the run was resumed from, if it was resumed in or after this
     call."""
     ended: Ended
 
     def __str__(self) -> str:
-        text = f"{counted(self.steps, 'step')} in {seconds_text(self.seconds)}"
-        if self.loss is not None:
-            text += f", to step {self.last_step}: loss {self.loss:.4f}, mean {self.mean_loss:.4f}"
+        text = counted(self.steps, "step")
+        if self.epochs:
+            text += f" ({counted(self.epochs, 'epoch')})"
+        text += f" in {seconds_text(self.seconds)}"
+        if self.loss is not None and self.best_loss is not None:
+            step, best = self.best_loss
+            text += (
+                f", {self.tokens_per_second:,.0f} tokens/s, to step {self.last_step}: loss "
+                f"{self.first_loss:.4f} at first, {best:.4f} at best (step {step}), "
+                f"{self.loss:.4f} at last, mean {self.mean_loss:.4f}"
+            )
+        if self.evaluations:
+            text += f"; {counted(len(self.evaluations), 'evaluation')}: loss "
+            if self.best_evaluation is not None:
+                step, best = self.best_evaluation
+                text += f"{best:.4f} at best (step {step}), "
+            text += f"{self.evaluations[-1][1]:.4f} at last"
         if self.resumed_from is not None:
             text += f"; resumed from step {self.resumed_from}"
         return f"{text}; {self.ended.value}"

@@ -18,10 +18,12 @@ from typing import Any, Protocol
 from piper.base.errors import PiperError, warn
 from piper.base.units import counted
 from piper.launch.device.worker_group import WorkerGroup
+from piper.launch.evaluation.held_out import HeldOut
+from piper.launch.loggers.callback import Callback, told
 from piper.launch.trainer.batch_tensors import Pad, arguments_of
-from piper.launch.trainer.callback import Callback, told
 from piper.launch.trainer.data_position import Position
 from piper.launch.trainer.fit import Checkpoints, Stop
+from piper.launch.trainer.fit_options import FitOptions
 from piper.launch.trainer.fit_summary import Ended, FitSummary
 from piper.launch.trainer.losses import Losses
 from piper.launch.trainer.notices import Notice, Notices
@@ -70,23 +72,20 @@ class Rounds:
         trainer: Steps,
         group: WorkerGroup,
         position: Position,
-        steps: int | None,
+        options: FitOptions,
         saved: Checkpoints | None,
+        held_out: HeldOut,
         callbacks: Sequence[Callback],
-        *,
-        progress: bool,
-        rows: bool,
-        pad: Pad | None,
     ) -> None:
         self._trainer = trainer
         self._group = group
         self._position = position
+        self._options = options
         self._saved = saved
+        self._held_out = held_out
         self.folder = None if saved is None else saved.folder
         self._callbacks = callbacks
-        self._progress = progress
-        self._how: dict[str, Any] = {"rows": rows, "pad": pad}
-        self._steps = steps
+        self._steps = options.steps
         self._first = trainer.steps if saved is None else saved.first
         """The step before this call, which may have begun in an earlier process."""
         self._taken = 0
@@ -95,6 +94,7 @@ class Rounds:
         self._word = _Word.GO
         """The last word that all processes agreed on."""
         self._losses = Losses(trainer.notices)
+        self._tokens = 0
         self._start = time.perf_counter()
         self._ended = Ended.EARLIER
         self._stop = Stop()
@@ -103,13 +103,20 @@ class Rounds:
 
     def summary(self) -> FitSummary:
         """The summary so far; waits for the last loss."""
-        last, mean = self._losses.finish()
+        self._losses.finish()
+        seconds = time.perf_counter() - self._start
         return FitSummary(
             steps=self._taken,
             last_step=self._trainer.steps,
-            loss=last,
-            mean_loss=mean,
-            seconds=time.perf_counter() - self._start,
+            epochs=self._position.epochs,
+            loss=self._losses.last,
+            first_loss=self._losses.first,
+            best_loss=self._losses.best,
+            mean_loss=self._losses.mean,
+            evaluations=tuple(self._held_out.losses),
+            best_evaluation=self._held_out.best,
+            seconds=seconds,
+            tokens_per_second=self._tokens / max(seconds - self._held_out.seconds, 1e-9),
             resumed_from=None if self._saved is None else self._saved.resumed,
             ended=self._ended,
         )
@@ -120,44 +127,81 @@ class Rounds:
         if self._saved is not None and self._saved.done:
             return
         guarded = nullcontext() if self._saved is None else self._stop.on_sigterm()
-        last = None if self._steps is None else self._first + self._steps
-        showing = shown_progress(last, self._trainer.steps, shown=self._progress)
+        last = self._last
+        showing = shown_progress(self._total, self._trainer.steps, self._options.progress)
         with showing as show, guarded, told(self._callbacks):
             try:
                 while self._agreed(_Word.ASKED if self._stop.asked else _Word.GO):
                     if last is not None and self._trainer.steps >= last:
                         break
-                    if (result := self._round()) is None:
+                    if self._held_out.impatient or (result := self._round()) is None:
                         break
-                    show(result)
+                    show(self._trainer.steps, result)
                     for callback in self._callbacks:
                         callback.on_step(self._trainer.steps, result)
+                    self._held_out.after_step(self._trainer.steps)
                     yield result
                     if self._saved is not None:  # the caller has seen it: resuming leaves no gap
-                        self._saved.after_step(self._position)
+                        self._saved.after_step(self._state)
+                self._ended = self._reason()
+                if self._word in (_Word.GO, _Word.OVER) and self._trainer.steps > self._first:
+                    self._at = _At.BETWEEN
+                    self._held_out.at_end(self._trainer.steps)
             except BaseException as error:
                 self._leave(error)
                 raise
-            self._ended = _REASONS[self._word]
             asked = self._finish()
             self._tell()
             if asked:
                 self._stop.end()
 
+    @property
+    def _last(self) -> int | None:
+        """The step to end with."""
+        return None if self._steps is None else self._first + self._steps
+
+    @property
+    def _total(self) -> int | None:
+        """The last step, if it is known before."""
+        ends = [self._last, None if (n := self._position.total) is None else self._first + n]
+        return min((end for end in ends if end is not None), default=None)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds of this call."""
+        return {**self._position.state(), **self._held_out.state()}
+
+    def _reason(self) -> Ended:
+        if self._word is _Word.GO and self._held_out.impatient:
+            return Ended.PATIENCE
+        epochs = self._options.epochs
+        if self._word is _Word.OVER and epochs is not None and self._position.epochs >= epochs:
+            return Ended.EPOCHS
+        return _REASONS[self._word]
+
     def _round(self) -> StepResult | None:
-        """Train on the next batch; None if there is none, or if another process ends here."""
+        """Train on the next batch; None if there is none, if another process ends here, or if the
+        evaluation after an epoch ends the run."""
         self._at = _At.TAKING
         batch = self._position.take()
+        if batch is None and not self._position.over:
+            self._at = _At.BETWEEN
+            self._held_out.after_epoch(self._trainer.steps)
+            if self._held_out.impatient:
+                return None
+            self._at = _At.TAKING
+            batch = self._position.take()
         with held_back():  # from the agreement to continue until the end of the step
             if not self._agreed(_Word.OVER if batch is None else _Word.GO):
                 return None
             assert batch is not None
             self._at = _At.STEPPING
             self._before = self._trainer.steps
-            result = self._trainer.step(*arguments_of(batch), **self._how)
+            how: dict[str, Any] = {"rows": self._options.rows, "pad": self._options.pad}
+            result = self._trainer.step(*arguments_of(batch), **how)
             self._position.trained()
             self._at = _At.BETWEEN
             self._taken += 1
+            self._tokens += result.tokens
         self._losses.add(self._trainer.steps, result)
         return result
 
@@ -175,9 +219,9 @@ class Rounds:
         with held_back():
             if self._word is _Word.LEFT:
                 if self._taken:
-                    self._saved.finish(self._position)
+                    self._saved.finish(self._state)
                 return self._stop.asked
-            self._saved.finish(self._position)
+            self._saved.finish(self._state)
             return bool(self._group.largest(int(self._stop.asked)))
 
     def _leave(self, error: BaseException) -> None:
@@ -186,7 +230,7 @@ class Rounds:
             return
         try:
             if self._at is _At.BETWEEN and self._taken:
-                self._saved.after_step(self._position)
+                self._saved.after_step(self._state)
             if self._at is _At.STEPPING:
                 self._word = _Word.LEFT
             elif self._word is _Word.GO:
@@ -227,11 +271,10 @@ class Rounds:
                 f"this call trains nothing: the run was resumed from step {step}, and there "
                 f"{self._ended.value}; give more steps=, or call again for another pass"
             )
-        elif self._ended is Ended.BATCHES and self._steps is not None:
+        elif self._ended is Ended.BATCHES and self._wanted is not None:
             self._trainer.notices.give(
                 Notice.BATCHES,
-                f"the batches ended after {step - self._first} of {counted(self._steps, 'step')}, "
-                f"and cannot be begun again; {_CURE}",
+                f"the batches ended after {self._wanted}, and cannot be begun again; {_CURE}",
             )
         elif self._ended is Ended.BATCHES and self._taken == 0:
             self._trainer.notices.give(
@@ -239,6 +282,15 @@ class Rounds:
                 "there is no batch to train on: there is none at all, or they are an iterator that "
                 f"has been read; {_CURE}",
             )
+
+    @property
+    def _wanted(self) -> str | None:
+        """How many of the steps or epochs that were asked for are done."""
+        if self._steps is not None:
+            done = self._trainer.steps - self._first
+            return f"{done} of {counted(self._steps, 'step')}"
+        epochs = self._options.epochs
+        return None if epochs is None else f"{self._position.epochs} of {counted(epochs, 'epoch')}"
 
 
 _CURE = (

@@ -5,6 +5,7 @@ A loss is copied to the host after the next step has been submitted, and read on
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import torch
@@ -15,7 +16,7 @@ from piper.launch.trainer.step_result import StepResult
 
 
 class Losses:
-    """The last loss, the mean, and a warning if one is not finite."""
+    """The first, last and lowest loss, the mean, and a warning if one is not finite."""
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
@@ -23,7 +24,10 @@ class Losses:
         self._copies: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self._count = 0
         self._sum = 0.0
-        self._last: float | None = None
+        self.first: float | None = None
+        self.last: float | None = None
+        self.best: tuple[int, float] | None = None
+        """The step with the lowest loss, and its loss."""
 
     def add(self, step: int, result: StepResult) -> None:
         """Read the losses that have arrived; this one is copied after the next step."""
@@ -32,12 +36,16 @@ class Losses:
         while self._copies and (self._copies[0][2] is None or self._copies[0][2].query()):
             self._look()
 
-    def finish(self) -> tuple[float | None, float | None]:
-        """The last loss and the mean of all; waits for the device."""
+    def finish(self) -> None:
+        """Read all losses; waits for the device."""
         self._copy()
         while self._copies:
             self._look()
-        return self._last, self._sum / self._count if self._count else None
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of the losses read so far."""
+        return self._sum / self._count if self._count else None
 
     def _copy(self) -> None:
         """Start copying the loss of the previous step."""
@@ -59,5 +67,8 @@ class Losses:
         loss = float(copied)
         self._count += 1
         self._sum += loss
-        self._last = loss
+        self.last = loss
+        self.first = loss if self.first is None else self.first
+        if not math.isnan(loss) and (self.best is None or loss < self.best[1]):
+            self.best = step, loss
         self._notices.look_at(step, loss)

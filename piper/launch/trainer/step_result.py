@@ -55,7 +55,8 @@ class StepResult:
         self._report = report
         self._program = program
         self._rows = rows or {}
-        self._evaluated = evaluated
+        self.evaluated = evaluated
+        """Whether this is the result of an evaluation."""
         self.seconds = seconds
         self.tokens = tokens
         """Elements of the first input: tokens, for a language model."""
@@ -115,7 +116,7 @@ class StepResult:
         tensor its rows in batch order, after an evaluation only. A padded batch has no scalars:
         they would include the padding."""
         self._report.scalars()
-        code = self._program.codes[self._evaluated]
+        code = self._program.codes[self.evaluated]
         outputs = {}
         for name, value in code.outputs.items():
             if value in self._rows:

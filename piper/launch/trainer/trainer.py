@@ -25,7 +25,9 @@ from piper.capture.code.totals import Totals, summed
 from piper.launch import running
 from piper.launch.device.report import ProfileKind
 from piper.launch.device.worker_group import WorkerGroup, everyone
+from piper.launch.evaluation.held_out import HeldOut
 from piper.launch.evaluation.pieces import EvaluationSums, RowPiece, RowPieces
+from piper.launch.loggers.callback import checked_callbacks
 from piper.launch.state.background_saves import BackgroundSave, PendingSave
 from piper.launch.state.export_model import export
 from piper.launch.state.saving import load, save, tensor_of, whole_state
@@ -43,9 +45,9 @@ from piper.launch.trainer.batch_tensors import (
     tensors_of_rows,
     tokens_of,
 )
-from piper.launch.trainer.callback import Callback, checked_callbacks
 from piper.launch.trainer.data_position import BatchSource, Position
 from piper.launch.trainer.fit import Checkpoints, SavedRun
+from piper.launch.trainer.fit_options import FitOptions, with_options
 from piper.launch.trainer.fit_summary import FitSummary
 from piper.launch.trainer.loop import Loop, Rounds
 from piper.launch.trainer.notices import Notice, Notices
@@ -259,96 +261,47 @@ class Trainer:
             self.steps += 1
         return dict(sorted(report.alive.items()))
 
-    def fit(
-        self,
-        batches: BatchSource,
-        *,
-        steps: int | None = None,
-        checkpoint: str | Path | None = None,
-        every: int | None = None,
-        resume: bool = False,
-        keep: int | None = None,
-        background: bool = False,
-        callbacks: Sequence[Callback] = (),
-        progress: bool = True,
-        rows: bool = False,
-        pad: Pad | None = None,
-    ) -> FitSummary:
+    @with_options(FitOptions)
+    def fit(self, batches: BatchSource, **options: Any) -> FitSummary:
         """Train on batches, show progress, and return a summary.
 
         ``batches`` is an iterable of batches, each ``(*inputs, *targets)`` or a dict of inputs; a
         loader with a ``state_dict``; a function without arguments that yields them; or a function
-        from a step number to its batch. With ``rows``, each is this process's rows of a global
-        batch; with ``pad``, smaller batches are padded. Without ``steps``, makes one pass over the
-        batches; with ``steps``, takes that many steps, in several passes if needed. ``callbacks``
-        (``piper.callbacks``) are called after each step; they and the progress bar run on rank 0
-        only.
+        from a step number to its batch. ``FitOptions`` describes the options.
 
-        With ``checkpoint``, a folder, the state is saved there every ``every`` steps and at the
-        end, also if an error, Ctrl-C or SIGTERM ends the run. ``keep`` is the number of checkpoints
-        to keep. With ``background`` all but the last are written while training continues. With
-        ``resume`` the first call in that folder resumes from the last checkpoint, if there is one,
-        with the same losses as an uninterrupted run. Later calls of this trainer continue, whatever
-        ``resume`` says. Calls that were already done are skipped, and ``steps`` includes the steps
-        before the resume: the same script can be restarted at any time.
+        With ``checkpoint`` and ``resume`` the same script can be restarted at any time. The first
+        call in that folder resumes from the last checkpoint; later calls of this trainer continue,
+        whatever ``resume`` says. Calls that were already done are skipped; ``steps`` and ``epochs``
+        include those before the resume.
         """
-        loop = self.iterate(
-            batches,
-            steps=steps,
-            checkpoint=checkpoint,
-            every=every,
-            resume=resume,
-            keep=keep,
-            background=background,
-            callbacks=callbacks,
-            progress=progress,
-            rows=rows,
-            pad=pad,
-        )
+        loop = self.iterate(batches, **options)
         for _ in loop:
             pass
         return loop.summary()
 
-    def iterate(
-        self,
-        batches: BatchSource,
-        *,
-        steps: int | None = None,
-        checkpoint: str | Path | None = None,
-        every: int | None = None,
-        resume: bool = False,
-        keep: int | None = None,
-        background: bool = False,
-        callbacks: Sequence[Callback] = (),
-        progress: bool = True,
-        rows: bool = False,
-        pad: Pad | None = None,
-    ) -> Loop:
+    @with_options(FitOptions)
+    def iterate(self, batches: BatchSource, **options: Any) -> Loop:
         """``fit`` as an iterator: each step runs when its result is requested. With ``checkpoint``,
         the state after the last step is saved however the loop ends, also by ``break`` or an
         error."""
-        if checkpoint is None and (every is not None or resume or keep is not None or background):
-            raise PiperError("every=, resume=, keep= and background= need checkpoint=, a folder")
-        whole = isinstance(steps, int) and not isinstance(steps, bool)
-        if steps is not None and not (whole and steps >= 0):
-            raise PiperError(f"steps={steps!r} must be a whole number from 0 on, or None")
-        listeners = checked_callbacks(callbacks)
+        chosen = FitOptions(**options)
+        listeners = checked_callbacks(chosen.callbacks)
         group = self._devices
-        position = Position(batches, self.steps, repeat=steps is not None, random=not rows)
+        position = Position(
+            batches, self.steps, epochs=chosen.epochs,
+            repeat=chosen.steps is not None, random=not chosen.rows,
+        )  # fmt: skip
+        held_out = HeldOut(self, chosen, listeners if self.rank == 0 else [])
         saved = None
-        if checkpoint is not None:
-            saved = Checkpoints(self, group, checkpoint, every, keep, background)
+        if chosen.checkpoint is not None:
+            saved = Checkpoints(self, group, chosen)
             for loop in list(self._loops):
                 if loop.folder == saved.folder:  # it must not save after this one has begun
                     loop.close()
-            saved.begin(self._runs, position, resume=resume)
+            held_out.go_to(saved.begin(self._runs, position))
         if self.rank != 0:
-            listeners, progress = [], False
-        rounds = Rounds(
-            self, group, position, steps, saved, listeners,
-            progress=progress, rows=rows, pad=pad,
-        )  # fmt: skip
-        loop = Loop(rounds)
+            chosen, listeners = replace(chosen, progress=False), []
+        loop = Loop(Rounds(self, group, position, chosen, saved, held_out, listeners))
         self._loops.add(loop)
         return loop
 

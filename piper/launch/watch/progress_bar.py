@@ -1,35 +1,128 @@
-"""The progress bar of a training run on a terminal."""
+"""The progress of a training run: a bar on a terminal, else a line every few steps."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
+
+from piper.base.units import bytes_text, seconds_text
+
+Show = Callable[[int, Any], None]
+_LINES = 20
+"""About so many lines are written of a run."""
+
+
+class ShownStep(Protocol):
+    """The part of a step's result that is shown."""
+
+    tokens: int
+    memory: int
+    learning_rates: tuple[float, ...]
+
+    @property
+    def loss(self) -> Any: ...
+    @property
+    def grad_norm(self) -> Any: ...
 
 
 @contextmanager
-def shown_progress(last: int | None, first: int, *, shown: bool) -> Iterator[Callable[[Any], None]]:
-    """Show a progress bar from step ``first`` to ``last``. Yields a function to call with each
-    step's result. It reads the result only if the bar is visible: reading waits for the device."""
+def shown_progress(total: int | None, before: int, every: bool | int) -> Iterator[Show]:
+    """Show progress from step ``before`` to ``total``, if that is known. Yields a function to call
+    with each step's number and result. ``every`` is the number of steps from line to line; True
+    chooses it, False shows nothing."""
     from rich.console import Console  # imported late: workers import the trainer but show no bar
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield lambda result: None
-        return
+    if every is False:
+        yield lambda step, result: None
+    elif console.is_terminal:
+        with _bar(console, total, before) as show:
+            yield show
+    else:
+        yield _Lines(total, before, None if every is True else every).show
+
+
+@contextmanager
+def _bar(console: Any, total: int | None, before: int) -> Iterator[Show]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    count = "{task.completed}" if total is None else "{task.completed}/{task.total}"
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
+        TextColumn(count),
+        TextColumn("{task.fields[said]}"),
         TimeRemainingColumn(),
         console=console,
     ) as bar:
-        task = bar.add_task("training", total=last, completed=first, loss=float("nan"), rate=0.0)
+        task = bar.add_task("training", total=total, completed=before, said="")
+        pace = _Pace(before)
 
-        def show(result: Any) -> None:
-            rate = result.tokens_per_second
-            bar.update(task, advance=1, loss=float(result.loss), rate=rate)
+        def show(step: int, result: ShownStep) -> None:
+            tokens, _ = pace.since(step, result)
+            bar.update(
+                task, completed=step, said=f"loss {float(result.loss):.4f}  {tokens:,.0f} tokens/s"
+            )
 
         yield show
+
+
+class _Pace:
+    """Tokens and steps a second. A GPU runs behind the host, so only times between readings of a
+    loss count."""
+
+    def __init__(self, before: int) -> None:
+        self._time, self._step = time.perf_counter(), before
+
+    def since(self, step: int, result: ShownStep) -> tuple[float, float]:
+        """Tokens per second, and seconds per step, since the last call."""
+        now, steps = time.perf_counter(), step - self._step
+        seconds = max(now - self._time, 1e-9) / max(steps, 1)
+        self._time, self._step = now, step
+        return result.tokens / seconds, seconds
+
+
+class _Lines:
+    """Writes a line every few steps; a result is read only for a line."""
+
+    def __init__(self, total: int | None, before: int, every: int | None) -> None:
+        self._total, self._before, self._every = total, before, every
+        self._pace = _Pace(before)
+
+    def show(self, step: int, result: ShownStep) -> None:
+        """Write a line if it is due."""
+        if not self._due(step):
+            return
+        loss, norm = float(result.loss), result.grad_norm
+        tokens, seconds = self._pace.since(step, result)
+        of = "" if self._total is None else f" of {self._total:,}"
+        parts = [f"loss {loss:.4f}"]
+        parts += [] if norm is None else [f"norm {float(norm):.3g}"]
+        parts += [f"lr {rate:.3g}" for rate in result.learning_rates[:1]]
+        parts += [f"{tokens:,.0f} tokens/s", f"{seconds_text(seconds)}/step"]
+        parts += [f"peak {bytes_text(result.memory)}"]
+        if self._total is not None and step < self._total:
+            parts.append(f"{seconds_text(seconds * (self._total - step))} left")
+        sys.stderr.write(f"step {step:,}{of}: {', '.join(parts)}\n")
+
+    def _due(self, step: int) -> bool:
+        if self._every is not None:
+            return step % self._every == 0
+        done = step - self._before
+        if self._total is not None:
+            every = _round_up((self._total - self._before) / _LINES)
+            return done == 1 or step % every == 0 or step == self._total
+        return done % max(1, _round_up(done / 10)) == 0
+
+
+def _round_up(number: float) -> int:
+    """The next of 1, 2, 5, 10, 20, 50, ..."""
+    power = 1
+    while True:
+        for first in (1, 2, 5):
+            if first * power >= number:
+                return first * power
+        power *= 10

@@ -12,7 +12,8 @@ from piper.launch.trainer.step_result import StepResult
 
 @runtime_checkable
 class Callback(Protocol):
-    """An object that is notified of a run's steps and end."""
+    """An object that is notified of a run's steps and end, and, if it has ``on_evaluate(step,
+    result)``, of evaluations."""
 
     def on_step(self, step: int, result: StepResult) -> None:
         """Called after each step; ``step`` counts from 1 over the whole run."""
@@ -34,6 +35,15 @@ def checked_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
                 "on_end(), such as piper.callbacks.TensorBoard(folder)"
             )
     return checked
+
+
+@runtime_checkable
+class EvaluationCallback(Protocol):
+    """A callback that is also notified of evaluations of held-out batches."""
+
+    def on_evaluate(self, step: int, result: StepResult) -> None:
+        """Called after each evaluation, with the number of the last step."""
+        ...
 
 
 @contextmanager

@@ -1,0 +1,94 @@
+"""Evaluations during a run: when they are due, their losses, and when the run has lost patience."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from piper.launch.loggers.callback import Callback, EvaluationCallback
+from piper.launch.trainer.fit_options import FitOptions
+from piper.launch.trainer.step_result import StepResult
+
+
+class Evaluates(Protocol):
+    """The part of a trainer that evaluates."""
+
+    def evaluate(self, *batch: Any, rows: bool) -> StepResult: ...
+
+
+class HeldOut:
+    """The held-out batches of one call of ``fit`` or ``iterate``, and their losses so far."""
+
+    def __init__(
+        self, trainer: Evaluates, options: FitOptions, callbacks: Sequence[Callback]
+    ) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._callbacks = [x for x in callbacks if isinstance(x, EvaluationCallback)]
+        self.losses: list[tuple[int, float]] = []
+        """Pairs of a step and the loss after it."""
+        self.seconds = 0.0
+        """The time that evaluations have taken in this process."""
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The step with the lowest loss, the first of equal ones, and its loss."""
+        finite = [x for x in self.losses if not math.isnan(x[1])]
+        return min(finite, key=lambda x: x[1], default=None)
+
+    @property
+    def impatient(self) -> bool:
+        """Whether as many evaluations as ``patience`` have given no lower loss."""
+        if self._options.patience is None or not self.losses:
+            return False
+        steps = [step for step, _ in self.losses]
+        since = steps[::-1].index(self.best[0]) if self.best is not None else len(steps)
+        return since >= self._options.patience
+
+    def after_step(self, step: int) -> None:
+        """Evaluate if it is due after this step."""
+        if self._options.evaluate_every is not None and step % self._options.evaluate_every == 0:
+            self._evaluate(step)
+
+    def after_epoch(self, step: int) -> None:
+        """Evaluate, unless the steps say when."""
+        if self._options.evaluate_every is None:
+            self._evaluate(step)
+
+    def at_end(self, step: int) -> None:
+        """Evaluate, unless this step is evaluated already."""
+        self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
+        batches = self._options.evaluate
+        if batches is None or (self.losses and self.losses[-1][0] == step):
+            return
+        start = time.perf_counter()
+        given = batches if isinstance(batches, Iterable) else batches()
+        random = torch.get_rng_state()  # a loader draws from it: training must not depend on that
+        try:
+            result = self._trainer.evaluate(given, rows=self._options.rows)
+        finally:
+            torch.set_rng_state(random)
+        self.losses.append((step, float(result.loss)))
+        self.seconds += time.perf_counter() - start
+        for callback in self._callbacks:
+            callback.on_evaluate(step, result)
+
+    def state(self) -> dict[str, Any]:
+        """The losses as plain values, for a checkpoint."""
+        return {"evaluations": [list(pair) for pair in self.losses]}
+
+    def go_to(self, state: Any) -> None:
+        """Continue from ``state``."""
+        found = state.get("evaluations") if isinstance(state, dict) else None
+        pairs = [tuple(x) for x in found if isinstance(x, list)] if isinstance(found, list) else []
+        self.losses = [
+            (x[0], x[1])
+            for x in pairs
+            if len(x) == 2 and isinstance(x[0], int) and isinstance(x[1], float)
+        ]

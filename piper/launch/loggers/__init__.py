@@ -1,0 +1,1 @@
+"""Callbacks that log what steps and evaluations give."""

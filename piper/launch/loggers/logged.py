@@ -1,0 +1,87 @@
+"""What a logger writes of a step or an evaluation, and the base of loggers.
+
+Only the process of rank 0 calls a logger. Reading a loss waits for its device: ``every`` is the
+number of steps between such reads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from piper.base.errors import PiperError
+from piper.launch.trainer.step_result import StepResult
+
+
+def scalars(result: StepResult) -> dict[str, float]:
+    """The scalars of a step or an evaluation, by the names under which they are logged."""
+    kind = "evaluation" if result.evaluated else "train"
+    logged = {
+        f"{kind}/loss": float(result.loss),
+        f"{kind}/tokens_per_second": result.tokens_per_second,
+        f"{kind}/seconds": result.seconds,
+        f"{kind}/memory_bytes": float(result.memory),
+    }
+    if result.grad_norm is not None:
+        logged[f"{kind}/grad_norm"] = float(result.grad_norm)
+    rates = result.learning_rates
+    for number, rate in enumerate(rates):
+        logged[f"{kind}/learning_rate{f'/{number}' if len(rates) > 1 else ''}"] = rate
+    for name, value in result.outputs.items():
+        if not value.dim():
+            logged[f"{kind}/{name}"] = float(value)
+    for module, imbalance in result.expert_imbalance.items():
+        logged[f"expert_imbalance/{module}"] = imbalance
+    return logged
+
+
+class Logger(ABC):
+    """Writes the scalars of every ``every``-th step, and of each evaluation."""
+
+    def __init__(self, every: int) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise PiperError(f"every={every!r} must be a whole number from 1 on")
+        self._every = every
+        self._begun = False
+
+    def on_step(self, step: int, result: StepResult) -> None:
+        if step % self._every == 0:
+            self._log(step, result)
+
+    def on_evaluate(self, step: int, result: StepResult) -> None:
+        self._log(step, result)
+
+    def on_end(self) -> None:
+        if self._begun:
+            self._begun = False
+            self.end()
+
+    def _log(self, step: int, result: StepResult) -> None:
+        if not self._begun:  # not in __init__: other ranks construct this object too
+            self.begin()
+            self._begun = True
+        self.write(step, scalars(result))
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Open what is written to."""
+
+    @abstractmethod
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scalars of a step."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Close what is written to."""
+
+
+def imported(module: str, what: str, package: str) -> Any:
+    """A module that only this callback needs."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise PiperError(
+            f"{what} needs a package that is not installed: pip install {package} ({error})"
+        ) from error

@@ -1,0 +1,102 @@
+"""The arguments of ``Trainer.fit`` and ``Trainer.iterate``, spelled once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from piper.base.arguments import named_arguments
+from piper.base.errors import PiperError
+from piper.launch.loggers.callback import Callback
+from piper.launch.trainer.batch_tensors import Pad
+from piper.launch.trainer.data_position import AnyBatch, BatchSource
+
+HeldOutBatches = Iterable[AnyBatch] | Callable[[], Iterable[AnyBatch]]
+
+P = ParamSpec("P")
+S = TypeVar("S")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitOptions:
+    """How to train on batches. With ``steps`` and ``epochs``, whichever ends first ends the run."""
+
+    epochs: int | None = None
+    """The number of passes over the batches. A sampler with ``set_epoch`` is told the number of
+    each pass."""
+    steps: int | None = None
+    """The number of steps, in several passes if needed. Without it and ``epochs``, one pass."""
+    evaluate: HeldOutBatches | None = None
+    """Held-out batches, or a function that yields them. They are evaluated after every epoch and at
+    the end."""
+    evaluate_every: int | None = None
+    """Evaluate after every so many steps instead, and at the end."""
+    patience: int | None = None
+    """End after so many evaluations without a lower loss."""
+    checkpoint: str | Path | None = None
+    """A folder. The state is saved there at the end, also if an error, Ctrl-C or SIGTERM ends the
+    run."""
+    every: int | None = None
+    """Also save after every so many steps."""
+    resume: bool = False
+    """Resume from the last checkpoint in the folder, if there is one, with the same losses as an
+    uninterrupted run."""
+    keep: int | None = None
+    """The number of checkpoints to keep."""
+    background: bool = False
+    """Write all checkpoints but the last while training continues."""
+    callbacks: Sequence[Callback] = ()
+    """Called after each step, in the process of rank 0."""
+    progress: bool | int = True
+    """Show progress in the process of rank 0: a bar on a terminal, else a line every few steps. A
+    number says every how many."""
+    rows: bool = False
+    """Each batch is this process's rows of a global batch."""
+    pad: Pad | None = None
+    """Values that fill up smaller batches; see ``Trainer.step``."""
+
+    def __post_init__(self) -> None:
+        _check_number("steps", self.steps, 0)
+        for name in ("epochs", "evaluate_every", "patience", "every", "keep"):
+            _check_number(name, getattr(self, name), 1)
+        _check_number("progress", int(self.progress), 0)
+        saves = self.every is not None or self.resume or self.keep is not None or self.background
+        if self.checkpoint is None and saves:
+            raise PiperError("every=, resume=, keep= and background= need checkpoint=, a folder")
+        if self.evaluate is None and (self.evaluate_every or self.patience):
+            raise PiperError("evaluate_every= and patience= need evaluate=, held-out batches")
+        again = isinstance(self.evaluate, Iterable) or callable(self.evaluate)
+        if self.evaluate is not None and (isinstance(self.evaluate, Iterator) or not again):
+            raise PiperError(
+                f"evaluate= is a {type(self.evaluate).__name__}, and the batches are read several "
+                "times: give a list, a loader, or a function that yields batches"
+            )
+
+
+def _check_number(name: str, number: object, least: int) -> None:
+    whole = isinstance(number, int) and not isinstance(number, bool)
+    if number is not None and not (whole and number >= least):  # type: ignore[operator]
+        raise PiperError(f"{name}={number!r} must be a whole number from {least} on, or None")
+
+
+def with_options(
+    options: Callable[P, object],
+) -> Callable[
+    [Callable[Concatenate[S, BatchSource, ...], R]], Callable[Concatenate[S, BatchSource, P], R]
+]:
+    """A decorator: a method of batches has the keyword arguments of ``options``."""
+
+    def decorate(method: Callable[..., R]) -> Any:
+        signature = inspect.signature(method)
+        own = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+        named = inspect.signature(options).parameters.values()
+        method.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*own, *named]
+        )
+        return named_arguments(PiperError)(method)
+
+    return decorate
