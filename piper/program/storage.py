@@ -77,6 +77,7 @@ class _CodeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs: Mapping[str, Count]
     parameters: Mapping[str, TensorSpec]
     totals: _TotalsFile | None
+    mixes: str | None
 
 
 class _StepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,7 +116,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     computation: Computation | None
 
 
-_CODE = ("pieces", "values", "loss", "count", "outputs", "parameters")
+_CODE = ("pieces", "values", "loss", "count", "outputs", "parameters", "mixes")
 """The fields of ``Executables`` that a file has as they are."""
 _TRAINING = ("clip_norm", "precision", "seed", "on_nan", "default_dtype")
 """Those of ``Training``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -19,8 +20,10 @@ import piper
 from piper import PiperError, PiperWarning
 from piper.launch.trainer.fit_summary import Ended
 from piper.launch.trainer.step_result import StepResult
+from tests.launch import test_evaluation
 from tests.launch.test_loop import BATCHES, DATA, ROWS, program
-from tests.scripts import epochs, resumed
+from tests.launch.test_torchrun import torchrun
+from tests.scripts import data_sets, epochs, resumed
 
 ROOT = Path(__file__).parents[2]
 HELD_OUT = DataLoader(TensorDataset(*resumed.batch(50)), 3)
@@ -196,3 +199,16 @@ def test_kill_9_in_the_second_epoch(last: int, tmp_path: Path) -> None:
     expected = events(whole / "log")
     assert len(expected) == 24 + 3
     assert events(killed / "log") == expected
+
+
+@pytest.mark.slow
+def test_processes_under_torchrun_evaluate_the_same(tmp_path: Path) -> None:
+    with torchrun(2, "data_sets.py", tmp_path) as run:
+        _, err = run.communicate(timeout=300)
+        assert run.returncode == 0, err
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    with piper.launch(test_evaluation.program(test_evaluation.entropy, "replicas")) as trainer:
+        found = data_sets.whole(trainer)
+    with piper.launch(program()) as trainer:
+        found |= data_sets.fitted(trainer, tmp_path / "here")
+    assert first == second == found

@@ -20,6 +20,7 @@ from tests.capture.test_whole_batch import (
     CLASSES,
     SEQ,
     Classifier,
+    contrastive,
     entropy,
     inverse,
     masked,
@@ -160,6 +161,20 @@ def test_what_cannot_be_evaluated(counted: piper.Trainer) -> None:
         counted.evaluate(x[:0], y[:0])
     with pytest.raises(PiperError, match="disagree on the batch size"):
         counted.evaluate([(x[:3], y[:4])])
+
+
+def test_rows_that_depend_on_one_another() -> None:
+    """Whole batches can be evaluated, and not their parts: a row has other rows beside it."""
+    from_others = piper.compile(
+        model(), mesh(), inputs=(rows()[0][:SIZE],), targets=(rows()[1][:SIZE],), loss=contrastive
+    )
+    x, y = (x[: 2 * SIZE] for x in rows())
+    parts = [contrastive(model()(part), y[:SIZE]) for part in x.split(SIZE)]
+    with piper.launch(from_others) as trainer:
+        found = trainer.evaluate(loader(SIZE, 2 * SIZE))
+        torch.testing.assert_close(found.loss, torch.stack(parts).mean().detach())
+        with pytest.raises(PiperError, match="a row of this model depends on the rows beside it"):
+            trainer.evaluate(x[:7], y[:7])
 
 
 def test_lengths_that_differ() -> None:

@@ -46,6 +46,9 @@ class Executables:
     constants: Mapping[str, Tensor]
     parameters: Mapping[str, TensorSpec]
     """The specs of the unsharded parameters, by name, as the programs take them."""
+    mixes: str | None = None
+    """The operation that computes rows of the batch from one another, with its line; None if none
+    is known."""
     totals: Totals | None = None
     """Sums over the whole batch that the programs take: values after those of the batch's
     tensors."""
@@ -69,6 +72,7 @@ class Executables:
             outputs=outputs_of(first),
             constants=first.constants,
             parameters=parameter_specs(first),
+            mixes=None if first.mixing is None else first.mixing.of_rows,
             totals=captured[max(captured)].totals,
         )
 

@@ -51,6 +51,13 @@ class RowMixing:
     at: str
     """The user's lines."""
 
+    @property
+    def of_rows(self) -> str | None:
+        """The operation, if a row of its result depends on other rows in evaluation mode, too."""
+        if self.meeting not in (Meeting.ROWS, Meeting.OFFSETS):
+            return None
+        return f"{self.op}\n{self.at}" if self.at else self.op
+
 
 class RowKind(Enum):
     """How a value depends on the rows of a batch."""

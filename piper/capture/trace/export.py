@@ -257,7 +257,7 @@ def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
         outputs=tuple(now[node] for node in exported.outputs),
         updates={name: now[node] for name, node in exported.updates.items()},
         totals=totals,
-        mixing=row_mixing(graph, exported.inputs, rows, loss, rules) if parts > 1 else None,
+        mixing=row_mixing(graph, exported.inputs, rows, loss, rules),
     )
 
 

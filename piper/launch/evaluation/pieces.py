@@ -71,6 +71,11 @@ class RowPieces:
                 "num_items_in_batch is the number of labels of one batch, and an evaluation counts "
                 "those of all batches itself: leave it out of the batches, and of inputs="
             )
+        if known is None and (mixes := self._shapes.first.codes[1].mixes) is not None:
+            raise PiperError(
+                "a row of this model depends on the rows beside it, so a batch cannot be cut or "
+                f"filled up: evaluate batches of {size} rows (drop_last=True). It is {mixes}"
+            )
         self._begun = True
         if self._rest is None and known is not None:
             return [RowPiece(given, known, 1, known)]

@@ -32,7 +32,7 @@ _SAID = {
 def warn_of_mixing(captured: Iterable[Captured]) -> None:
     """Warn of the first operation that needs the whole batch, if a device sees only part of it."""
     for each in captured:
-        if each.mixing is not None:
+        if each.mixing is not None and each.microbatches > 1:
             size = each.example.size
             _say(each.mixing, size // each.microbatches, size)
             return
