@@ -129,20 +129,20 @@ class Rounds:
         guarded = nullcontext() if self._saved is None else self._stop.on_sigterm()
         last = self._last
         showing = shown_progress(self._total, self._trainer.steps, self._options.progress)
-        with showing as show, guarded, told(self._callbacks):
+        with showing as self._losses.show, guarded, told(self._callbacks):
             try:
                 while self._agreed(_Word.ASKED if self._stop.asked else _Word.GO):
                     if last is not None and self._trainer.steps >= last:
                         break
                     if self._held_out.impatient or (result := self._round()) is None:
                         break
-                    show(self._trainer.steps, result)
                     for callback in self._callbacks:
                         callback.on_step(self._trainer.steps, result)
                     self._held_out.after_step(self._trainer.steps)
                     yield result
                     if self._saved is not None:  # the caller has seen it: resuming leaves no gap
                         self._saved.after_step(self._state)
+                self._losses.finish()
                 self._ended = self._reason()
                 if self._word in (_Word.GO, _Word.OVER) and self._trainer.steps > self._first:
                     self._at = _At.BETWEEN

@@ -1,18 +1,32 @@
 """The losses of a run, read without waiting for the device.
 
-A loss is copied to the host after the next step has been submitted, and read once the copy is done.
+A loss and the norm of its gradients are copied to the host after the next step has been submitted,
+and read once the copy is done.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from piper.launch.trainer.notices import Notices
 from piper.launch.trainer.step_result import StepResult
+from piper.launch.watch.progress_bar import Show, nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The numbers of a step on their way to the host."""
+
+    step: int
+    result: StepResult
+    loss: Tensor
+    norm: Tensor | None
+    event: torch.cuda.Event | None
 
 
 class Losses:
@@ -20,8 +34,10 @@ class Losses:
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
+        self.show: Show = nothing
+        """Called with each step, once its loss is read."""
         self._next: tuple[int, StepResult] | None = None
-        self._copies: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self._copies: deque[_Copy] = deque()
         self._count = 0
         self._sum = 0.0
         self.first: float | None = None
@@ -33,7 +49,7 @@ class Losses:
         """Read the losses that have arrived; this one is copied after the next step."""
         self._copy()
         self._next = step, result
-        while self._copies and (self._copies[0][2] is None or self._copies[0][2].query()):
+        while self._copies and ((event := self._copies[0].event) is None or event.query()):
             self._look()
 
     def finish(self) -> None:
@@ -52,19 +68,20 @@ class Losses:
         if self._next is None:
             return
         (step, result), self._next = self._next, None
-        loss = result.loss.detach()
+        loss, norm = result.loss.detach(), result.grad_norm
         copied = loss.to("cpu", non_blocking=True)
+        norm = None if norm is None else norm.detach().to("cpu", non_blocking=True)
         event = None
         if loss.is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(loss.device))
-        self._copies.append((step, copied, event))
+        self._copies.append(_Copy(step, result, copied, norm, event))
 
     def _look(self) -> None:
-        step, copied, event = self._copies.popleft()
-        if event is not None:
-            event.synchronize()
-        loss = float(copied)
+        copy = self._copies.popleft()
+        if copy.event is not None:
+            copy.event.synchronize()
+        step, loss = copy.step, float(copy.loss)
         self._count += 1
         self._sum += loss
         self.last = loss
@@ -72,3 +89,4 @@ class Losses:
         if not math.isnan(loss) and (self.best is None or loss < self.best[1]):
             self.best = step, loss
         self._notices.look_at(step, loss)
+        self.show(step, loss, None if copy.norm is None else float(copy.norm), copy.result)

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from piper.base.units import bytes_text, seconds_text
 
-Show = Callable[[int, Any], None]
+Show = Callable[[int, float, float | None, Any], None]
+"""Shows a step: its number, loss, gradient norm, and result."""
 _LINES = 20
 """About so many lines are written of a run."""
 
@@ -22,22 +23,21 @@ class ShownStep(Protocol):
     memory: int
     learning_rates: tuple[float, ...]
 
-    @property
-    def loss(self) -> Any: ...
-    @property
-    def grad_norm(self) -> Any: ...
+
+def nothing(step: int, loss: float, norm: float | None, result: ShownStep) -> None:
+    """Show nothing."""
 
 
 @contextmanager
 def shown_progress(total: int | None, before: int, every: bool | int) -> Iterator[Show]:
     """Show progress from step ``before`` to ``total``, if that is known. Yields a function to call
-    with each step's number and result. ``every`` is the number of steps from line to line; True
-    chooses it, False shows nothing."""
+    after each step. ``every`` is the number of steps from line to line; True chooses it, False
+    shows nothing."""
     from rich.console import Console  # imported late: workers import the trainer but show no bar
 
     console = Console(stderr=True)
     if every is False:
-        yield lambda step, result: None
+        yield nothing
     elif console.is_terminal:
         with _bar(console, total, before) as show:
             yield show
@@ -61,18 +61,16 @@ def _bar(console: Any, total: int | None, before: int) -> Iterator[Show]:
         task = bar.add_task("training", total=total, completed=before, said="")
         pace = _Pace(before)
 
-        def show(step: int, result: ShownStep) -> None:
+        def show(step: int, loss: float, norm: float | None, result: ShownStep) -> None:
             tokens, _ = pace.since(step, result)
-            bar.update(
-                task, completed=step, said=f"loss {float(result.loss):.4f}  {tokens:,.0f} tokens/s"
-            )
+            bar.update(task, completed=step, said=f"loss {loss:.4f}  {tokens:,.0f} tokens/s")
 
         yield show
 
 
 class _Pace:
-    """Tokens and steps a second. A GPU runs behind the host, so only times between readings of a
-    loss count."""
+    """Tokens and steps a second. A GPU runs behind the host, so the times are those at which losses
+    arrive."""
 
     def __init__(self, before: int) -> None:
         self._time, self._step = time.perf_counter(), before
@@ -86,21 +84,20 @@ class _Pace:
 
 
 class _Lines:
-    """Writes a line every few steps; a result is read only for a line."""
+    """Writes a line every few steps."""
 
     def __init__(self, total: int | None, before: int, every: int | None) -> None:
         self._total, self._before, self._every = total, before, every
         self._pace = _Pace(before)
 
-    def show(self, step: int, result: ShownStep) -> None:
+    def show(self, step: int, loss: float, norm: float | None, result: ShownStep) -> None:
         """Write a line if it is due."""
         if not self._due(step):
             return
-        loss, norm = float(result.loss), result.grad_norm
         tokens, seconds = self._pace.since(step, result)
         of = "" if self._total is None else f" of {self._total:,}"
         parts = [f"loss {loss:.4f}"]
-        parts += [] if norm is None else [f"norm {float(norm):.3g}"]
+        parts += [] if norm is None else [f"norm {norm:.3g}"]
         parts += [f"lr {rate:.3g}" for rate in result.learning_rates[:1]]
         parts += [f"{tokens:,.0f} tokens/s", f"{seconds_text(seconds)}/step"]
         parts += [f"peak {bytes_text(result.memory)}"]
