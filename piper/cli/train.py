@@ -127,6 +127,9 @@ class _Following:
     ) -> None:
         """Skips ``before`` batches. With ``around``, they may span several passes over the data."""
         self._batches = batches
+        self.sampler = getattr(batches, "sampler", None)
+        """Told the epoch by ``fit``."""
+        self.batch_sampler = getattr(batches, "batch_sampler", None)
         self._before = before
         self._around = around
 

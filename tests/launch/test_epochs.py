@@ -161,7 +161,7 @@ def test_lines_where_there_is_no_terminal(
     assert len(lines) == 21
     figures = r"loss \S+, norm \S+, lr \S+, \S+ tokens/s, .*/step, peak .*, .* left"
     assert re.fullmatch(f"step 5 of 100: {figures}", lines[1])
-    trainer.fit(BATCHES, progress=False)
+    trainer.fit(BATCHES, progress=0)
     trainer.fit(BATCHES, progress=3)
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
         "step 105 of 108", "step 108 of 108"

@@ -91,7 +91,7 @@ class Position:
         """The number of batches of all passes, if it is known."""
         try:
             length = len(self._source)  # type: ignore[arg-type]
-        except TypeError:
+        except (TypeError, NotImplementedError):
             return None
         return None if self._most is None else length * self._most
 

@@ -63,7 +63,7 @@ class FitOptions:
         _check_number("steps", self.steps, 0)
         for name in ("epochs", "evaluate_every", "patience", "every", "keep"):
             _check_number(name, getattr(self, name), 1)
-        _check_number("progress", int(self.progress), 0)
+        _check_number("progress", None if self.progress in (True, False) else self.progress, 1)
         saves = self.every is not None or self.resume or self.keep is not None or self.background
         if self.checkpoint is None and saves:
             raise PiperError("every=, resume=, keep= and background= need checkpoint=, a folder")

@@ -57,6 +57,7 @@ class StepResult:
         self._rows = rows or {}
         self.evaluated = evaluated
         """Whether this is the result of an evaluation."""
+        """Whether this is the result of an evaluation."""
         self.seconds = seconds
         self.tokens = tokens
         """Elements of the first input: tokens, for a language model."""

@@ -36,7 +36,7 @@ def shown_progress(total: int | None, before: int, every: bool | int) -> Iterato
     from rich.console import Console  # imported late: workers import the trainer but show no bar
 
     console = Console(stderr=True)
-    if every is False:
+    if not every:
         yield nothing
     elif console.is_terminal:
         with _bar(console, total, before) as show:
