@@ -94,6 +94,8 @@ class Captured:
     mixing: RowMixing | None = None
     """The first operation that needs the whole batch, so that microbatches and replicas do not
     add up to it; None if none is known."""
+    tracing: str = ""
+    """Which modules were traced once for all their equals, or why they were not."""
     repeated: int = 0
     """How many calls of modules were not traced, but are copies of an equal module's operations."""
 
@@ -267,6 +269,7 @@ def _capture(
         declared=_declared(model),
         totals=exported.totals,
         mixing=exported.mixing,
+        tracing=exported.tracing,
         repeated=exported.repeated,
     )
 

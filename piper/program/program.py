@@ -40,6 +40,9 @@ from piper.view.timetable import Timetable
 class Program(Compiled):
     """A model compiled under a strategy."""
 
+    tracing: str = field(default="", repr=False, compare=False)
+    """Which modules of the model were traced once for all their equals, or why they were not."""
+
     again: Callable[[Batch], Program] | None = field(default=None, repr=False, compare=False)
     """Compiles the same model for batches of other shapes; None for a loaded program, which has no
     model."""

@@ -259,3 +259,19 @@ def test_writing_into_cached_keys_is_refused() -> None:
 
     with pytest.raises(piper.CaptureError, match="turn the cache off"):
         capture(decoder(), microbatches=2, **of_tokens(writing))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Block, "layers.0 to layers.5: 6 equal modules, 2 traced for all"),
+        (Counts, "one by one: they change more than their results"),
+        (Constant, "one by one: they change a mode, or hold tensors made from Python values"),
+        (ReadsNumber, "every module is traced: index is read"),
+        (Configured, "every module is traced: no four are equal"),
+    ],
+)
+def test_it_says_which_modules_were_traced(kind: type[Block], said: str) -> None:
+    x = torch.randn(4, 8)
+    made = capture(Model(kind), inputs=(x,), targets=(x,), loss=F.mse_loss)
+    assert said in made.tracing

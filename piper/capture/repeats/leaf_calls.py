@@ -11,6 +11,7 @@ and an empty key-value cache, and its results share no memory with anything.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -108,6 +109,8 @@ class Repeats:
         self._recorder = recorder
         self._inside = False
         self._stopped: set[int] = set()
+        self._reasons: dict[int, str] = {}
+        """By group, why calls of its modules are traced one by one."""
         self._reads: list[str] = []
         self.tried = False
         """Whether a trial began."""
@@ -125,6 +128,18 @@ class Repeats:
     def copies(self) -> int:
         """How many calls were not traced."""
         return len(self.calls) - len(self.trials)
+
+    def __str__(self) -> str:
+        """For each group, how many of its modules were traced, and why."""
+        traced = Counter(id(self.calls[trial.call].variant.group) for trial in self.trials)
+        lines = []
+        for group in self.groups:
+            first, *_, last = (path.removeprefix("model.") for path in group.paths)
+            here = f"{traced[id(group)]} traced for all"
+            if id(group) in self._reasons:
+                here += f", others one by one: {self._reasons[id(group)]}"
+            lines.append(f"{first} to {last}: {len(group.paths)} equal modules, {here}")
+        return "\n".join(lines)
 
     def check(self) -> None:
         """Refuse reads that ended no trial, or came after it."""
@@ -160,6 +175,8 @@ class Repeats:
         stopped = self._inside or id(call.group) in self._stopped
         given = None if stopped else signature(call.arguments)
         if given is None:
+            if not self._inside:
+                self._reasons.setdefault(id(call.group), "they read more than plain arguments")
             args, kwargs = call.arguments
             return call.plain(*args, **kwargs)
         state = call.group.state(call.module)
@@ -234,17 +251,20 @@ class Repeats:
             self._inside = False
         after = Outside(self._step, [*tensors, *state], self._recorder.depth)
         same, _ = flat(call.arguments)
-        proven = (
-            not watch.seen
-            and not self._reads
-            and len(same) == len(given)
-            and all(x is y for x, y in zip(given, same, strict=True))
-            and before.same(after)
-            and plain_results(pytree.tree_leaves(result), tensors, state)
-        )
+        kept = len(same) == len(given) and all(x is y for x, y in zip(given, same, strict=True))
+        reasons = {
+            "they change a mode, or hold tensors made from Python values": watch.seen,
+            "they read the number in which they differ": bool(self._reads),
+            "they change more than their results": not kept or not before.same(after),
+            "their results are more than new tensors": not plain_results(
+                pytree.tree_leaves(result), tensors, state
+            ),
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
         written = [w for x in caches.values() if (w := written_in(x)) is not None]
-        if not proven:
+        if reason is not None:
             self._stopped.add(id(call.group))
+            self._reasons[id(call.group)] = reason
             for keys, values, name in written:
                 call.cache.update(keys, values, number_of(call.module, name))
         return result, next((name for _, _, name in written), None)
@@ -292,6 +312,14 @@ def calls_as_operations(
         repeats.intercept(contexts)
         yield repeats
     repeats.check()
+
+
+def tracing_of(repeats: Repeats | None, unequal: str) -> str:
+    """Which modules were traced once for all their equals. ``unequal`` is the reason if the attempt
+    was given up."""
+    if unequal:
+        return f"every module is traced: {unequal}"
+    return "every module is traced: no four are equal" if repeats is None else str(repeats)
 
 
 def _tag(path: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -54,7 +54,13 @@ from piper.capture.regions import (
 )
 from piper.capture.repeats.equal_modules import NotEqual
 from piper.capture.repeats.expansion import expanded
-from piper.capture.repeats.leaf_calls import CallOps, Repeats, call_ops, calls_as_operations
+from piper.capture.repeats.leaf_calls import (
+    CallOps,
+    Repeats,
+    call_ops,
+    calls_as_operations,
+    tracing_of,
+)
 from piper.capture.trace import opaque
 from piper.capture.trace.computation import Computation, computation_of
 from piper.capture.trace.dtypes import refuse_dtypes
@@ -95,6 +101,8 @@ class Exported:
     mixing: RowMixing | None = None
     """The first operation that needs the whole batch, so that microbatches do not add up to it;
     None if none is known."""
+    tracing: str = ""
+    """Which modules were traced once for all their equals, or why they were not."""
     repeated: int = 0
     """How many calls of modules were not traced, but are copies of an equal module's operations."""
 
@@ -195,7 +203,7 @@ def export(
             functions.restore(graph)
             return _Functional(traced, program, graph, text, computation)
 
-    made = _once_if_equal(functional, repeats)
+    made, unequal = _once_if_equal(functional, repeats)
     step, graph = made.traced.step, made.graph
     for name in dict.fromkeys(step.seen.frozen):
         warn(
@@ -211,20 +219,24 @@ def export(
     opaque.restore(graph)
     restore_eager_attention(graph)
     _free_views(graph)
-    exported = _roles(made)
+    exported = replace(_roles(made), tracing=tracing_of(step.repeats, unequal))
     named = exported.inputs | exported.parameters | exported.buffers
     kinds = {node.meta["val"].dtype for node in exported.parameters}
     refuse_dtypes(exported.graph, named, {kind for kind in kinds if kind.is_floating_point})
     return _of_whole_batch(exported, batch, parts)
 
 
-def _once_if_equal(trace: Callable[[CallOps | None], _T], repeats: bool) -> _T:
+def _once_if_equal(trace: Callable[[CallOps | None], _T], repeats: bool) -> tuple[_T, str]:
     """The result of ``trace`` with calls of equal modules as operations, or, if the modules cannot
-    be proven equal, without."""
+    be proven equal, without, and the reason."""
+    unequal = ""
     if repeats:
-        with suppress(NotEqual), call_ops() as ops:
-            return trace(ops)
-    return trace(None)
+        try:
+            with call_ops() as ops:
+                return trace(ops), unequal
+        except NotEqual as error:
+            unequal = str(error)
+    return trace(None), unequal
 
 
 def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
@@ -309,7 +321,7 @@ def trace_text(
             traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions, ops)
             return fingerprint(traced.program, traced.graph)
 
-    return _once_if_equal(text, True)
+    return _once_if_equal(text, True)[0]
 
 
 @dataclass(frozen=True, slots=True)

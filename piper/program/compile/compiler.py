@@ -278,6 +278,7 @@ class Capture:
             again=partial(self._again, under),
             frozen=self._frozen,
             given=digest,
+            tracing=first.tracing,
         )
         _ = program.located  # refuse weight files that do not match, now
         for waste in program.waste:
