@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent / "piper"
 
 KNOWN = frozenset(
     (
+        "torch._C.DisableTorchFunction",
         "torch._C._dispatch_has_kernel",
         "torch._C._distributed_c10d",
         "torch._C._get_mkldnn_enabled",

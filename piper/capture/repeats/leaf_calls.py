@@ -173,13 +173,14 @@ class Repeats:
 
     def _called(self, call: _Call) -> Any:
         stopped = self._inside or id(call.group) in self._stopped
-        given = None if stopped else signature(call.arguments)
+        with torch._C.DisableTorchFunction():  # else each look at a tensor passes all modes
+            given = None if stopped else signature(call.arguments)
+            state = {} if given is None else call.group.state(call.module)
         if given is None:
             if not self._inside:
                 self._reasons.setdefault(id(call.group), "they read more than plain arguments")
             args, kwargs = call.arguments
             return call.plain(*args, **kwargs)
-        state = call.group.state(call.module)
         known = next((x for x in self.variants if _is(x, call.group, given, state)), None)
         if known is None or call.module is call.group.members[-1]:
             marked = torch.ops.piper_repeats.given(tensors_of(call.arguments), len(self.calls))
