@@ -28,9 +28,8 @@ def check(
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
         limit = None if memory_limit is None else nbytes_of("--memory-limit", memory_limit)
-        with output.doing("compiling"):
-            program = program_of(target, chosen, memory_limit=limit)
-            traffic = program.traffic
+        program = program_of(target, chosen, memory_limit=limit)
+        traffic = program.traffic
         output.say(
             f"{counted(len(program.devices), 'device')}, "
             f"{counted(program.microbatches, 'microbatch')}, "

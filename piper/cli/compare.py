@@ -60,8 +60,7 @@ def compare(
         recorded = Recorded.load(profile) if profile else None
         results: list[tuple[dict[str, Any], Simulation | None]] = []
         for path in (first, second):
-            with output.doing(f"{path}"):
-                results.append(_result(path, script, cluster, recorded))
+            results.append(_result(path, script, cluster, recorded))
         (a, simulated_a), (b, simulated_b) = results
         rows = []
         for key, (name, shown) in _FIGURES.items():

@@ -9,7 +9,6 @@ import typer
 from rich.progress import track
 
 from piper.base.arguments import Where
-from piper.base.units import counted
 from piper.cli.options import (
     AsJson,
     ClusterOption,
@@ -57,10 +56,8 @@ def profile(
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
         where = cluster_of(cluster) if cluster else None
-        with output.doing("compiling"):
-            program = job_in(script).compile(chosen, cluster=where)
-        with output.doing(f"starting {counted(len(program.devices), 'device')}"):
-            trainer = launch(program, on=on.value)
+        program = job_in(script).compile(chosen, cluster=where)
+        trainer = launch(program, on=on.value)
         with trainer:
             quiet = not (output.err.is_terminal and output.speaks)
             for _ in track(range(warmup), "warming up", console=output.err, disable=quiet):

@@ -47,8 +47,7 @@ def show(
     output = Output(as_json)
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
-        with output.doing("compiling"):
-            program = program_of(target, chosen)
+        program = program_of(target, chosen)
         if text:
             output.say(program.text())
         elif timeline is None and dag is None:

@@ -39,8 +39,7 @@ def simulate(
         where = cluster_of(cluster)
         recorded = Recorded.load(profile) if profile else None
         chosen = strategy_of(strategy, mesh)
-        with output.doing("compiling"):
-            program = program_of(target, chosen, cluster=where)
+        program = program_of(target, chosen, cluster=where)
         with output.doing("simulating"):
             simulation = program.simulate(where, recorded)
         output.say(facts_table(simulation.facts, str(where)), *str(simulation).splitlines()[1:])

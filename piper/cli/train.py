@@ -64,10 +64,8 @@ def train(
         chosen = strategy_of(strategy, mesh)
         limit = None if memory_limit is None else nbytes_of("--memory-limit", memory_limit)
         job = job_in(script)
-        with output.doing("compiling"):
-            program = job.compile(chosen, memory_limit=limit)
-        with output.doing("starting the devices"):
-            trainer = launch(program, on=on.value)
+        program = job.compile(chosen, memory_limit=limit)
+        trainer = launch(program, on=on.value)
         with trainer:
             if load is not None:
                 trainer.load(load)

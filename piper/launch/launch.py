@@ -10,6 +10,7 @@ from typing import Any
 from piper.base.arguments import Where
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
+from piper.base.units import counted
 from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.launch_options import Options, TorchrunOptions, WorkerOptions
 from piper.launch.running import start
@@ -19,20 +20,27 @@ from piper.launch.workers.custom_ops import refuse_in_worker
 from piper.launch.workers.processes import ProcessWorkerGroup
 from piper.launch.workers.torchrun import TorchrunWorkerGroup
 from piper.launch.workers.virtual import VirtualWorkerGroup
+from piper.program.compile.stages import Stages
 from piper.program.program import Program
 
 
 def launch(
-    program: Program, on: str = Where.VIRTUAL.value, *, shapes: int = 0, **options: Any
+    program: Program,
+    on: str = Where.VIRTUAL.value,
+    *,
+    shapes: int = 0,
+    progress: bool | None = None,
+    **options: Any,
 ) -> Trainer:
     """Start the devices of ``program`` and return a trainer, to be used in a ``with`` block.
 
     ``on`` is "virtual", "processes" or "torchrun". ``shapes`` is the number of batch shapes allowed
-    besides the example's; each gets its own program, compiled at the first such batch. ``options``
-    are specific to the launcher (``launch_options.py``): for "processes" and "torchrun"
-    ``timeout`` (seconds that any operation may take) and ``share_gpus`` (several processes may
-    share a GPU); on GPUs ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a seed:
-    delay streams at random to find races).
+    besides the example's; each gets its own program, compiled at the first such batch. After a
+    second a terminal shows what is done; ``progress`` says whether to show it. ``options`` are
+    specific to the launcher (``launch_options.py``): for "processes" and "torchrun" ``timeout``
+    (seconds that any operation may take) and ``share_gpus`` (several processes may share a GPU); on
+    GPUs ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a seed: delay streams at
+    random to find races).
     """
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
@@ -40,12 +48,16 @@ def launch(
     program.refuse_refrozen()
     programs = BatchShapes(program, shapes)
     with without_modes(program.training.default_dtype):
-        group = _worker_group(on, options)
+        stages = Stages("launching", progress)
+        with stages.stage(f"starting {counted(len(program.devices), 'device')}"):
+            group = _worker_group(on, options)
         try:
-            start(group, program)
+            with stages.stage("loading the program"):
+                start(group, program)
         except BaseException as error:
             group.close(error)
             raise
+        stages.end()
         return Trainer(group, programs)
 
 
@@ -66,7 +78,7 @@ def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
 
 def _refuse_unknown(on: str, options: dict[str, Any], kind: type[Options]) -> None:
     """Refuse an option that the launcher does not have."""
-    known = ["shapes", *(field.name for field in fields(kind))]
+    known = ["shapes", "progress", *(field.name for field in fields(kind))]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

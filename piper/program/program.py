@@ -7,7 +7,7 @@ pass them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,8 @@ class Program(Compiled):
     again: Callable[[Batch], Program] | None = field(default=None, repr=False, compare=False)
     """Compiles the same model for batches of other shapes; None for a loaded program, which has no
     model."""
+    timings: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
+    """The seconds of each stage of the compilation; empty for a loaded program."""
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:

@@ -43,6 +43,7 @@ from piper.program.compile.digest import digest_of
 from piper.program.compile.mixing_warnings import warn_of_mixing
 from piper.program.compile.placer import Placed, Placer
 from piper.program.compile.rank_zero import JobStore
+from piper.program.compile.stages import Stages
 from piper.program.compile.traces import Traces
 from piper.program.compiled import Step, trained_shapes
 from piper.program.deferred import Deferred
@@ -121,12 +122,13 @@ def compile(
     memory_limit: int | str | None = None,
     costs: CostModel | None = None,
     seed: int = 0,
+    progress: bool | None = None,
 ) -> Program:
     """Compile ``model`` for training under ``strategy``: ``capture``, then ``Capture.compile``,
     with the arguments of both."""
     _check_strategy(strategy)
     captured = checked_capture(CompileArguments.among(locals()))
-    return captured.compile(strategy, memory_limit=memory_limit, costs=costs)
+    return captured.compile(strategy, memory_limit=memory_limit, costs=costs, progress=progress)
 
 
 def checked_capture(given: CompileArguments) -> Capture:
@@ -143,6 +145,7 @@ class _Under:
     memory_limit: int | None
     """In bytes."""
     costs: CostModel | None
+    progress: bool | None = None
 
 
 class Capture:
@@ -187,16 +190,18 @@ class Capture:
         *,
         memory_limit: int | str | None = None,
         costs: CostModel | None = None,
+        progress: bool | None = None,
     ) -> Program:
         """The program of ``strategy``. ``memory_limit`` is the memory of a device, in bytes or as a
         size such as "80GB"; a strategy that needs more is refused. ``costs`` orders what the
         strategy leaves open: ``piper.Costs``, a ``piper.Cluster``, measurements, or your own cost
-        model."""
+        model. After a second a terminal shows what is done; ``progress`` says whether to show it.
+        ``program.timings`` has the seconds of each stage."""
         _check_strategy(strategy)
         _check_costs(costs)
         limit = None if memory_limit is None else nbytes_of("memory_limit", memory_limit)
         self._source.refuse_refrozen(self._frozen)
-        under = _Under(strategy, limit, costs)
+        under = _Under(strategy, limit, costs, progress)
         job = JobStore.of_this_process()
         if job is None:
             return self._compiled(under)
@@ -227,10 +232,11 @@ class Capture:
         )  # fmt: skip
 
     def _compiled(self, under: _Under, digest: str | None = None) -> Program:
-        strategy = under.strategy
+        strategy, stages = under.strategy, Stages("compiling", under.progress)
         shape = _shape(strategy, self._size)
         with default_dtype(self._training.default_dtype), _no_collection():
-            captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
+            with stages.stage("capturing the model"):
+                captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
             self._warn_of_checkpointing(strategy, first.checkpoints)
             warn_of_mixing(captured.values())
@@ -238,7 +244,8 @@ class Capture:
             for directive in strategy.directives:
                 if isinstance(directive, Shard):
                     directive.check_names(names.keys)
-            placed = self._placer.placed(strategy, captured, shape.experts)
+            with stages.stage("applying the strategy"):
+                placed = self._placer.placed(strategy, captured, shape.experts)
             if self._cost is None:
                 trained = trained_shapes(placed.facts.whole, placed.code)
                 with without_modes():
@@ -251,16 +258,13 @@ class Capture:
                 fused=not isinstance(first.compiler, Eager),
                 costs=Costs() if under.costs is None else under.costs,
             )
-            lowered = _lowered(placed, self._training, settings, first.device)
-            evaluation = placed
-            if self._traces.depends_on_mode(first.microbatches):
-                again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
-                evaluation = self._placer.placed_for_evaluation(
-                    strategy, again, shape.experts, placed
+            with stages.stage("planning"):
+                lowered = _lowered(placed, self._training, settings, first.device)
+            with stages.stage("planning evaluation"):
+                evaluation = self._evaluation(strategy, shape, captured, placed)
+                forwards = lower_forwards(
+                    evaluation.dag, evaluation.facts.models, settings, lowered.dag
                 )
-            forwards = lower_forwards(
-                evaluation.dag, evaluation.facts.models, settings, lowered.dag
-            )
         program = Program(
             strategy=strategy,
             training=self._training,
@@ -279,12 +283,24 @@ class Capture:
             frozen=self._frozen,
             given=digest,
             tracing=first.tracing,
+            timings=stages.seconds,
         )
         _ = program.located  # refuse weight files that do not match, now
         for waste in program.waste:
             if waste.share > LARGE:
                 warn(f"{waste}. {_CURES[waste.copies is None]}")
+        stages.end()
         return program
+
+    def _evaluation(
+        self, strategy: Strategy, shape: _Shape, captured: Mapping[int, Captured], placed: Placed
+    ) -> Placed:
+        """The model as placed for evaluation: ``placed``, where the mode changes nothing."""
+        first = next(iter(captured.values()))
+        if not self._traces.depends_on_mode(first.microbatches):
+            return placed
+        again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
+        return self._placer.placed_for_evaluation(strategy, again, shape.experts, placed)
 
     def _again(self, under: _Under, batch: Batch) -> Program:
         """The program of the same model for batches of the shapes of ``batch``."""
