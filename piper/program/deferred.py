@@ -18,8 +18,8 @@ from piper.program.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a trainer reads of a program; its size does not depend on the number of devices but for
-    their list."""
+    """What a trainer reads of a program. Its size does not depend on the number of
+    devices, apart from their list."""
 
     devices: tuple[int, ...]
     loss_parts: int
