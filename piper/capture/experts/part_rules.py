@@ -119,7 +119,7 @@ class PartRules:
 
     def _asked(self, node: fx.Node, given: Mapping[fx.Node, Placements]) -> Placements | None:
         fakes = {x: _twice(x.meta["val"], p) for x, p in given.items()}
-        placed = {id(fakes[x]): p for x, p in given.items() if not isinstance(p, tuple)}
+        placed = {fakes[x]: p for x, p in given.items() if not isinstance(p, tuple)}
         args, kwargs = pytree.tree_map_only(
             fx.Node, fakes.__getitem__, (node.args, dict(node.kwargs))
         )

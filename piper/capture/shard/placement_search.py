@@ -171,7 +171,7 @@ class Placing:
                     if self.made[x] != placement:
                         return None
                     padded.add(shape[placement.dim])
-        given = {id(self.whole[x]): p for x, p in needs.items() if isinstance(p, Placement)}
+        given = {self.whole[x]: p for x, p in needs.items() if isinstance(p, Placement)}
         args, kwargs = pytree.tree_map_only(
             fx.Node, lambda x: self.whole[x], (node.args, dict(node.kwargs))
         )

@@ -44,10 +44,10 @@ class Rules:
         target: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Mapping[int, PartPlacement],
+        given: Mapping[Tensor, PartPlacement],
     ) -> Placements | None:
         """The placements of the results of ``target``; None if it cannot be computed from shards
-        placed so. ``given`` has the placements of the fake tensors in its arguments, by ``id``."""
+        placed so. ``given`` has the placements of the fake tensors in its arguments."""
         try:
             return self.answer(target, args, kwargs, given)
         except NotImplementedError:
@@ -58,7 +58,7 @@ class Rules:
         target: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Mapping[int, PartPlacement],
+        given: Mapping[Tensor, PartPlacement],
     ) -> Placements | None:
         """The same; raises ``NotImplementedError`` if there is no rule for ``target``."""
         key = _key(target, args, kwargs, given)
@@ -77,19 +77,19 @@ class Rules:
         target: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Mapping[int, PartPlacement],
+        given: Mapping[Tensor, PartPlacement],
     ) -> Placements | None:
         if target is ATTENTION and self._axis.head_tail:
             return _queries(args, kwargs, given)
         if target is ATTENTION:
             return _attention(args, kwargs, given)
         if target is HEAD_TAIL:
-            heads = all(given.get(id(x), REPLICATED) == Shard(1) for x in args[:3])
+            heads = all(given.get(x, REPLICATED) == Shard(1) for x in args[:3])
             return (Shard(1), Shard(1)) if heads else None
         if target in (GROUPED_MM, EXPERT_ROWS):
-            return _grouped(target, [given.get(id(x), REPLICATED) for x in args[:2]])
+            return _grouped(target, [given.get(x, REPLICATED) for x in args[:2]])
         if target is torch.ops.aten.dropout.default:
-            placed = given.get(id(args[0]), REPLICATED)
+            placed = given.get(args[0], REPLICATED)
             return placed if isinstance(placed, SHARDED) else None
         made = self._run(target, args, kwargs, given, spread=False)
         if made is None and self._spread:
@@ -101,7 +101,7 @@ class Rules:
         target: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Mapping[int, PartPlacement],
+        given: Mapping[Tensor, PartPlacement],
         *,
         spread: bool,
     ) -> Placements | None:
@@ -127,13 +127,13 @@ class Rules:
         target: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Mapping[int, PartPlacement],
+        given: Mapping[Tensor, PartPlacement],
         mode: FakeTensorMode,
     ) -> list[float]:
         """The numbers that an operation computes with on shards."""
 
         def shard(x: Tensor) -> Tensor:
-            placed = given.get(id(x), REPLICATED)
+            placed = given.get(x, REPLICATED)
             if not isinstance(placed, SHARDED):
                 return x
             shape = list(x.shape)
@@ -155,12 +155,12 @@ def _key(
     target: object,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    given: Mapping[int, PartPlacement],
+    given: Mapping[Tensor, PartPlacement],
 ) -> object:
     def shown(x: Any) -> object:
         if not isinstance(x, Tensor):
             return repr(x)
-        return tuple(x.shape), x.stride(), x.dtype, given.get(id(x), REPLICATED)
+        return tuple(x.shape), x.stride(), x.dtype, given.get(x, REPLICATED)
 
     leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
     return target, tuple(map(shown, leaves)), str(tree)
@@ -186,17 +186,16 @@ class _Asking(Numbers):
     """Runs operations on fake tensors of the whole, and records the placements of the results."""
 
     def __init__(
-        self, mesh: DeviceMesh, given: Mapping[int, PartPlacement], divisor: int, spread: int
+        self, mesh: DeviceMesh, given: Mapping[Tensor, PartPlacement], divisor: int, spread: int
     ) -> None:
         super().__init__()
         self._mesh, self._divisor, self._spread = mesh, divisor, spread
         self._placed = dict(given)
-        self._alive: list[Tensor] = []  # so that their ids stay unique
         self.parts: list[OpOverload] = []
         """The operations that ran, more than one if a composite operation was called."""
 
     def placement(self, x: Tensor) -> PartPlacement:
-        return self._placed.get(id(x), REPLICATED)
+        return self._placed.get(x, REPLICATED)
 
     def __torch_dispatch__(
         self,
@@ -222,8 +221,7 @@ class _Asking(Numbers):
         before = (*(1,) * (made.dim() - x.dim()), *x.shape)
         for dim, (size, repeated) in enumerate(zip(before, made.shape, strict=True)):
             if size == 1 and repeated == self._spread:
-                self._placed[id(made)] = Shard(dim)
-                self._alive.append(made)
+                self._placed[made] = Shard(dim)
 
     def _rule(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         rules = DTensor._op_dispatcher.sharding_propagator
@@ -254,8 +252,7 @@ class _Asking(Numbers):
                 placed = spec.placements[0]
                 if isinstance(placed, Shard) and x.shape[placed.dim] % self._divisor:
                     raise _RedistributionError
-                self._placed[id(x)] = placed
-                self._alive.append(x)
+                self._placed[x] = placed
 
 
 def _specs(schema: OpSchema) -> list[DTensorSpec]:
@@ -295,11 +292,11 @@ def _grouped(target: object, places: Sequence[PartPlacement]) -> Placements | No
 
 
 def _attention(
-    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, PartPlacement]
+    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[Tensor, PartPlacement]
 ) -> Placements | None:
     """Rows and heads are independent; torch has no single rule for all attention kernels."""
     taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    places = [given.get(id(taken[name]), REPLICATED) for name in NAMES[:3]]
+    places = [given.get(taken[name], REPLICATED) for name in NAMES[:3]]
     rank = len(taken["query"].shape)
     if places[0] != Shard(0) and (places[0] != Shard(1) or rank != 4):
         return None
@@ -310,22 +307,22 @@ def _attention(
 
 
 def _queries(
-    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, PartPlacement]
+    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[Tensor, PartPlacement]
 ) -> Placements | None:
     """Queries are independent if each device has all keys and values. ``is_causal`` is refused: it
     means a mask for whole sequences."""
     taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    places = [given.get(id(taken[name]), REPLICATED) for name in NAMES[:3]]
+    places = [given.get(taken[name], REPLICATED) for name in NAMES[:3]]
     if taken.get("is_causal") or places != [Shard(2), REPLICATED, REPLICATED]:
         return None
     fits = len(taken["query"].shape) == 4 and _masked_alike(taken.get("attn_mask"), -2, given)
     return Shard(2) if fits else None
 
 
-def _masked_alike(mask: Tensor | None, dim: int, given: Mapping[int, PartPlacement]) -> bool:
+def _masked_alike(mask: Tensor | None, dim: int, given: Mapping[Tensor, PartPlacement]) -> bool:
     """Whether the mask is sharded like the scores along ``dim``, counted from the last."""
     if mask is None:
         return True
     dim += len(mask.shape)
     broadcast = dim < 0 or mask.shape[dim] == 1
-    return given.get(id(mask), REPLICATED) == (REPLICATED if broadcast else Shard(dim))
+    return given.get(mask, REPLICATED) == (REPLICATED if broadcast else Shard(dim))
