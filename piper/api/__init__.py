@@ -14,6 +14,7 @@ from piper.ir.plan.instructions import MemoryKind
 from piper.ir.plan.memory import Memory
 from piper.launch.launch import launch
 from piper.launch.trainer.trainer import Trainer
+from piper.launch.verify import Verification, verify
 from piper.lower.plans.traffic import Traffic
 from piper.program.compile.compiler import Capture, capture, compile
 from piper.program.job import Job
@@ -58,6 +59,7 @@ __all__ = [
     "Task",
     "Traffic",
     "Trainer",
+    "Verification",
     "annotate",
     "callbacks",
     "capture",
@@ -72,5 +74,6 @@ __all__ = [
     "split",
     "strategies",
     "stream",
+    "verify",
     "weights",
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.check import check
+from piper.cli.check import check, verify
 from piper.cli.compare import compare
 from piper.cli.demo.command import demo
 from piper.cli.profile import profile
@@ -44,7 +44,7 @@ def _root(
     return
 
 
-for command in (train, check, show, simulate, profile, compare):
+for command in (train, check, verify, show, simulate, profile, compare):
     app.command(no_args_is_help=True)(command)
 app.command()(demo)
 

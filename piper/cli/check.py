@@ -1,10 +1,15 @@
-"""``piper check``: compiles and verifies a job, and reports its memory and communication."""
+"""``piper check`` and ``piper verify``: whether a strategy is right for a job. ``check`` compiles
+and reports memory and communication, ``verify`` trains a few steps beside plain PyTorch."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from piper.base.units import bytes_text, counted, nbytes_of
-from piper.cli.options import AsJson, Limit, MeshSpec, StrategyFile, TargetArgument
-from piper.cli.output import Output
+from piper.cli.options import AsJson, Limit, MeshSpec, Script, StrategyFile, TargetArgument
+from piper.cli.output import REFUSED, Output
 
 
 def check(
@@ -67,3 +72,33 @@ def check(
                 ],
             }
         )
+
+
+def verify(
+    script: Script,
+    strategy: StrategyFile = None,
+    mesh: MeshSpec = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Train a job under a strategy on virtual devices, and in plain PyTorch on one, and compare.
+
+    Exits with 0 if losses, gradient norms and parameters are equal up to reduction order, with 1
+    and the place where they part if not.
+
+    Example: piper verify train.py --mesh pp=2,dp=2,zero=2
+    """
+    from piper.cli.scripts import job_in, strategy_of
+    from piper.launch.verify import verify as verified
+
+    output = Output(as_json)
+    with output.guarded():
+        chosen = strategy_of(strategy, mesh)
+        job = job_in(script)
+        batches = job.batches() if callable(job.batches) else job.batches
+        with output.doing("training"):
+            report = verified(job.compile(chosen), steps=steps, batches=batches)
+        output.say(str(report))
+        output.give({"kind": "verification", **report.to_json()})
+    if not report.equal:
+        raise typer.Exit(REFUSED)

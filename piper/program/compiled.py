@@ -25,6 +25,7 @@ from piper.ir.rules import Bucket, StreamRule
 from piper.ir.shards import RANK
 from piper.ir.tensors import TensorSpec
 from piper.lower.lower import Settings
+from piper.program.compile.compile_arguments import CompileArguments
 from piper.state.optimizer.training import Training
 from piper.state.weights.first_tensors import FirstTensor
 from piper.state.weights.matching import located
@@ -111,9 +112,11 @@ class Compiled(Parts):
     """The lowered training step."""
     buckets: tuple[Bucket, ...] = field(repr=False)
     """Parameters that are reduced, updated and gathered together."""
-    again: Callable[[Batch], Compiled] | None = field(default=None, repr=False, compare=False)
-    """Compiles the same model for batches of other shapes; None for a loaded program, which has no
-    model."""
+    arguments: CompileArguments | None = field(default=None, repr=False, compare=False)
+    """What was compiled; None for a loaded program, which has no model."""
+    again: Callable[..., Compiled] | None = field(default=None, repr=False, compare=False)
+    """Compiles a change of ``arguments`` (batches of other shapes, another copy of the model) under
+    the same strategy; None for a loaded program."""
 
     @cached_property
     def located(self) -> Mapping[str, FirstTensor] | None:

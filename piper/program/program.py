@@ -15,7 +15,6 @@ from pathlib import Path
 from piper.base.modes import without_modes
 from piper.base.paths import path_of, write_file
 from piper.base.units import counted
-from piper.capture.batch import Batch
 from piper.cost.cluster import Cluster
 from piper.cost.simulate.simulation import Simulation, simulate
 from piper.cost.tasks import CostModel
@@ -42,10 +41,7 @@ class Program(Compiled):
 
     tracing: str = field(default="", repr=False, compare=False)
     """Which modules of the model were traced once for all their equals, or why they were not."""
-
-    again: Callable[[Batch], Program] | None = field(default=None, repr=False, compare=False)
-    """Compiles the same model for batches of other shapes; None for a loaded program, which has no
-    model."""
+    again: Callable[..., Program] | None = field(default=None, repr=False, compare=False)
     timings: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
     """The seconds of each stage of the compilation; empty for a loaded program."""
 

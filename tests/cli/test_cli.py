@@ -66,7 +66,7 @@ def job():
     )
 """
 TWO = "pp=2,dp=2,schedule=1f1b,microbatches=2,zero=1"
-COMMANDS = ("train", "check", "show", "simulate", "profile", "compare")
+COMMANDS = ("train", "check", "verify", "show", "simulate", "profile", "compare")
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,15 @@ def test_check_reads_strategies_from_files(script: str, tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     path.write_text(json.dumps(meshed(TWO).to_json()))
     assert run_json("check", script, "--strategy", path)["plans"] == 2
+
+
+def test_verify_compares_with_plain_pytorch(script: str, tmp_path: Path) -> None:
+    text = run("verify", script, "--mesh", TWO, "--steps", 1).stdout
+    assert text.startswith("equal up to reduction order: largest difference ")
+    path = tmp_path / "counts_rows.py"
+    path.write_text(Path(script).read_text().replace("x = x + torch", "x = x + len(x) * torch"))
+    found = run_json("verify", path, "--mesh", TWO, "--steps", 1, code=1)
+    assert (found["equal"], found["parted"]) == (False, "the forward of layers.1")
 
 
 def test_check_refuses_what_does_not_fit(script: str) -> None:

@@ -6,6 +6,7 @@ There is one state: it moves from program to program as in ``Trainer.switch``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from piper.base.errors import PiperError
@@ -46,14 +47,15 @@ class BatchShapes:
                 "to a multiple, pad_to_multiple_of in a collator of transformers), or allow more"
             )
 
-    def _compiled(self, example: Any) -> Program:
-        if self.first.again is None:
+    def _compiled(self, example: Batch) -> Program:
+        if self.first.again is None or self.first.arguments is None:
             raise PiperError(
                 "a program that was loaded from a folder cannot be compiled for batches of other "
                 "shapes: compile it from its model"
             )
         try:
-            return self.first.again(example)
+            inputs, targets = example.parts
+            return self.first.again(replace(self.first.arguments, inputs=inputs, targets=targets))
         except PiperError as error:
             raise PiperError(
                 f"{error}. This is a batch of another shape than the example captured, for which "

@@ -21,7 +21,6 @@ from piper.base.arguments import CompilerName, named_arguments
 from piper.base.errors import DirectiveError, PiperError, warn
 from piper.base.modes import default_dtype, without_modes
 from piper.base.units import counted, nbytes_of
-from piper.capture.batch import Batch
 from piper.capture.code.codegen import Eager
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss
@@ -213,6 +212,7 @@ class Capture:
             "names": StateNames.of(self._source),
             "example": self._given.batch,
             "device": device_of(self._given.model, self._given.device),
+            "arguments": self._given,
             "again": partial(self._again, under),
             "frozen": self._frozen,
             "given": digest,
@@ -279,6 +279,7 @@ class Capture:
             device=first.device,
             compiler=first.compiler,
             computation=first.computation,
+            arguments=self._given,
             again=partial(self._again, under),
             frozen=self._frozen,
             given=digest,
@@ -302,14 +303,13 @@ class Capture:
         again = {n: self._traces.evaluation(c.microbatches) for n, c in captured.items()}
         return self._placer.placed_for_evaluation(strategy, again, shape.experts, placed)
 
-    def _again(self, under: _Under, batch: Batch) -> Program:
-        """The program of the same model for batches of the shapes of ``batch``."""
+    def _again(self, under: _Under, given: CompileArguments, *, limited: bool = True) -> Program:
+        """The program of ``given``, a change of the arguments here, under the same strategy.
+        Without ``limited`` it may need more memory."""
         self._source.refuse_refrozen(self._frozen)
-        inputs, targets = batch.parts
-        other = Capture(
-            replace(self._given, inputs=inputs, targets=targets), self._training.default_dtype
-        )
-        return other.compile(under.strategy, memory_limit=under.memory_limit, costs=under.costs)
+        limit = under.memory_limit if limited else None
+        other = Capture(given, self._training.default_dtype)
+        return other.compile(under.strategy, memory_limit=limit, costs=under.costs)
 
     def _warn_of_checkpointing(self, strategy: Strategy, lines: Sequence[str]) -> None:
         """Warn that the model's own activation checkpointing has no effect: the strategy decides
