@@ -72,7 +72,8 @@ def test_every_family_trains_as_it_is(name: str, mode: Mode) -> None:
         assert found.difference is not None
         assert found.state is not None
         assert found.difference < 1e-6
-        assert found.state < 1e-12
+        in_fp32 = name == "Qwen3-Next"  # PyTorch differs as much between 2 and 4 microbatches
+        assert found.state < (1e-8 if in_fp32 else 1e-12)
     else:
         assert found.difference == (None if mode is Mode.SHIPPED else 0.0)
 
