@@ -250,4 +250,5 @@ def _freeing(function: Function, last: tuple[Ref, ...]) -> int:
 def _given(function: Function, last: tuple[Ref, ...]) -> list[fx.Node]:
     placeholders = function.module.graph.find_nodes(op="placeholder")
     arguments = zip(placeholders, function.arguments, strict=True)
-    return [node for node, ref in arguments if set(bundled((ref,))) & set(last)]
+    dying = set(last)
+    return [node for node, ref in arguments if dying and not dying.isdisjoint(bundled((ref,)))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,11 +62,15 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.target is torch.ops.aten._unsafe_view.default:
+    return isinstance(node.target, OpOverload) and _makes_views(node.target)
+
+
+@cache
+def _makes_views(op: OpOverload) -> bool:
+    if op is torch.ops.aten._unsafe_view.default:
         return True
-    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
-        return False
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    returns = () if op._schema.is_mutable else op._schema.returns
+    return any(result.alias_info is not None for result in returns)
 
 
 def ancestors(targets: Iterable[fx.Node], stops: Collection[fx.Node]) -> set[fx.Node]:
