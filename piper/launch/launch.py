@@ -10,7 +10,6 @@ from typing import Any
 from piper.base.arguments import Where
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
-from piper.base.units import counted
 from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.launch_options import Options, TorchrunOptions, WorkerOptions
 from piper.launch.running import start
@@ -49,7 +48,7 @@ def launch(
     programs = BatchShapes(program, shapes)
     with without_modes(program.training.default_dtype):
         stages = Stages("launching", progress)
-        with stages.stage(f"starting {counted(len(program.devices), 'device')}"):
+        with stages.stage("starting the devices"):
             group = _worker_group(on, options)
         try:
             with stages.stage("loading the program"):

@@ -39,7 +39,7 @@ from piper.view.timetable import Timetable
 class Program(Compiled):
     """A model compiled under a strategy."""
 
-    tracing: str = field(default="", repr=False, compare=False)
+    tracing: str = field(default_factory=str, repr=False, compare=False)
     """Which modules of the model were traced once for all their equals, or why they were not."""
     again: Callable[..., Program] | None = field(default=None, repr=False, compare=False)
     timings: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
