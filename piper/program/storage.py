@@ -64,6 +64,7 @@ class _TotalsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     means: tuple[bool, ...]
     parts: Count
     complete: bool
+    batches: Count | None
 
 
 class _CodeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,6 +119,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _CODE = ("pieces", "values", "loss", "count", "outputs", "parameters", "mixes")
 """The fields of ``Executables`` that a file has as they are."""
+_TOTALS = ("means", "parts", "complete", "batches")
+"""Those of ``Totals``."""
 _TRAINING = ("clip_norm", "precision", "seed", "on_nan", "default_dtype")
 """Those of ``Training``."""
 
@@ -265,7 +268,7 @@ def _step_to_file(step: Step, graphs: _Graphs, known: Facts | None = None) -> _S
     facts, code = step.facts, step.code
     totals = None
     if (own := code.totals) is not None:
-        totals = _TotalsFile(graphs.number(own.program), own.means, own.parts, own.complete)
+        totals = _TotalsFile(graphs.number(own.program), **picked(own, _TOTALS))
     same = facts is known or facts.whole == next(iter(facts.models.values()))
     return _StepFile(
         whole=None if same else facts.whole,
@@ -286,7 +289,7 @@ def _step_from_file(
 ) -> Step:
     code, totals = file.code, None
     if (own := code.totals) is not None:
-        totals = Totals(graphs[own.program], own.means, own.parts, own.complete)
+        totals = Totals(graphs[own.program], **picked(own, _TOTALS))
     if file.models:
         facts = Facts(file.whole or next(iter(file.models.values())), file.models)
     elif known is not None:

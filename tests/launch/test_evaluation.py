@@ -19,7 +19,6 @@ from piper.strategies import mesh
 from tests.capture.test_whole_batch import (
     CLASSES,
     SEQ,
-    Classifier,
     contrastive,
     entropy,
     inverse,
@@ -35,10 +34,21 @@ from tests.hugging_face import SEQ as LENGTH
 
 SIZE = 24
 """The rows of a batch of the program: 1,003 rows in batches of 64 leave pieces in several sizes."""
+
+
+def on_groups(*groups: list[int]) -> piper.Strategy:
+    """Two stages on two groups of devices, in two microbatches."""
+    places = [piper.place({"PP": i}, devices=group) for i, group in enumerate(groups)]
+    first = [piper.partition("layer", into="PP", parts=2), piper.split(parts=2)]
+    return piper.Strategy([*first, *places, piper.replicate({})])
+
+
 STRATEGIES = {
     "one device": mesh(),
     "stages": mesh(pp=2, microbatches=4),
     "replicas": mesh(dp=2, zero=2, microbatches=2),
+    "the loss on fewer devices": on_groups([0, 1], [2]),
+    "the loss on more devices": on_groups([0], [1, 2]),
 }
 
 
@@ -104,6 +114,17 @@ def test_the_loss_of_a_data_set_is_that_of_all_its_rows(loss: Callable[..., Any]
         assert float(found) == pytest.approx(of_all(loss), rel=1e-12)
         assert found.tokens == 1003 * SEQ
         assert trainer.steps == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_and_an_evaluation_have_the_same_divisors(strategy: str) -> None:
+    """Regions on groups of different sizes divide by their own number of parts."""
+    x, y = (x[-SIZE:] for x in rows())
+    expected = float(several(model()(x), y))
+    with piper.launch(program(several, strategy, optimizer=torch.optim.SGD)) as trainer:
+        assert float(trainer.evaluate(x, y)) == pytest.approx(expected, rel=1e-12)
+        assert float(trainer.evaluate(loader(64))) == pytest.approx(of_all(several), rel=1e-12)
+        assert float(trainer.step(x, y)) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -182,7 +203,7 @@ def test_lengths_that_differ() -> None:
     x, y = rows()
     made = program(entropy, "stages")
     batches = [(x[:30], y[:30]), (x[30:45, :3], y[30:45, :3]), (x[45:52], y[45:52])]
-    net: Classifier = model()
+    net = model()
     parts = [counting(net(x).detach(), y) for x, y in batches]
     expected = sum(total for total, _ in parts) / sum(count for _, count in parts)
     with piper.launch(made, shapes=1) as trainer:

@@ -31,6 +31,9 @@ class Totals:
     complete: bool
     """Whether the loss counts only what these sums count: rows that add nothing to them have no
     effect on it."""
+    batches: int | None
+    """Which of the sums counts the parts; its total is the number of batches. Regions on groups of
+    other sizes have other numbers of parts, so each divides by its own."""
 
     def of(self, batch: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The totals of a batch of ``rows`` rows."""
@@ -52,9 +55,12 @@ class Totals:
 
     def of_sums(self, sums: Sequence[Tensor], parts: float) -> list[Tensor]:
         """The totals from the terms summed over ``parts`` parts."""
-        return [
+        totals = [
             _for_all(x / parts if mean else x) for x, mean in zip(sums, self.means, strict=True)
         ]
+        if self.batches is not None and self.batches < len(totals):
+            totals[self.batches] = totals[self.batches] / self.parts
+        return totals
 
 
 def summed(parts: Iterable[Sequence[Tensor]]) -> list[Tensor]:

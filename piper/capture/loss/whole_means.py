@@ -122,7 +122,7 @@ class _Rewriting:
         self._totals: dict[fx.Node, fx.Node] = {}
         """For each summed node, the input that holds its total."""
         self._one: fx.Node | None = None
-        """One in each part, whose total is the number of parts."""
+        """One in each part, whose total becomes the number of batches."""
         self._counted: set[fx.Node] = set()
         """Nodes that are divided (or multiplied) by a total."""
         self._last = [*graph.find_nodes(op="placeholder")][-1]
@@ -367,11 +367,12 @@ class _Rewriting:
         share = self._cast(x, torch.float64, at)
         target = aten.div.Tensor if power > 0 else aten.mul.Tensor
         for _ in range(abs(power)):
-            share = self._call(target, (share, self._part_count(at)), at)
+            share = self._call(target, (share, self._batches(at)), at)
+        share = self._call(target, (share, float(self._parts ** abs(power))), at)
         return self._cast(share, dtype, at)
 
-    def _part_count(self, at: fx.Node) -> fx.Node:
-        """The number of parts. It is a total, too: an evaluation may take more than one batch."""
+    def _batches(self, at: fx.Node) -> fx.Node:
+        """The number of batches, which is 1, or more in an evaluation: a total, too."""
         if self._one is None:
             first = next(iter(self._ends.inputs))
             wide = {"dtype": torch.float64}
@@ -471,7 +472,8 @@ class _Rewriting:
         means = tuple(self._known[x].degree == 0 for x in targets)
         names = {node: f"total[{i}]" for i, node in enumerate(self._totals.values())}
         loss = returned(self._graph)[self._place]
-        return names, Totals(program, means, self._parts, self._all_counted(loss))
+        batches = None if self._one is None else targets.index(self._one)
+        return names, Totals(program, means, self._parts, self._all_counted(loss), batches)
 
 
 def _sizes(node: fx.Node) -> set[int]:
