@@ -200,7 +200,7 @@ def mutants(plan: Plan) -> Iterator[Plan]:
         for wrong in (
             one._replace(value=one.value + 1),
             one._replace(microbatch=one.microbatch + 1),
-            one._replace(group=(9, *one.group[1:])),
+            one._replace(rows=one.rows._replace(devices=(9, *one.rows.devices[1:]))),
         ):
             yield replace(plan, returned=(*before, wrong, *after))
     for pc, x in enumerate(plan.instructions):
