@@ -21,6 +21,17 @@ def seconds_text(value: float) -> str:
     return f"{value / 1e-6:,.1f} µs"
 
 
+def waiting_text(seconds: float) -> str:
+    """A time to wait, as a person says it: two units at most."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def unit_for(nbytes: float) -> tuple[str, int]:
     """The largest binary unit not above ``nbytes``, and its size in bytes."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

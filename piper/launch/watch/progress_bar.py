@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from piper.base.units import bytes_text, seconds_text
+from piper.base.units import bytes_text, waiting_text
 
 Show = Callable[[int, float, float | None, Any], None]
 """Shows a step: its number, loss, gradient norm, and result."""
@@ -99,10 +99,10 @@ class _Lines:
         parts = [f"loss {loss:.4f}"]
         parts += [] if norm is None else [f"norm {norm:.3g}"]
         parts += [f"lr {rate:.3g}" for rate in result.learning_rates[:1]]
-        parts += [f"{tokens:,.0f} tokens/s", f"{seconds_text(seconds)}/step"]
+        parts += [f"{tokens:,.0f} tokens/s", f"{waiting_text(seconds)}/step"]
         parts += [f"peak {bytes_text(result.memory)}"]
         if self._total is not None and step < self._total:
-            parts.append(f"{seconds_text(seconds * (self._total - step))} left")
+            parts.append(f"{waiting_text(seconds * (self._total - step))} left")
         sys.stderr.write(f"step {step:,}{of}: {', '.join(parts)}\n")
 
     def _due(self, step: int) -> bool:
