@@ -110,21 +110,22 @@ def test_what_stands_before_the_first_region_and_after_the_last() -> None:
     expect(
         captured,
         """
-        0 layer[0] params=embed.weight,layers.0.weight in=inputs[0] out=v3
-        1 layer[1] params=layers.1.weight,head.weight in=v3 out=v4
-        2 loss[0] in=v4,targets[0],v2 out=v5
-        loss=v5
+        0 layer[0] params=embed.weight,layers.0.weight in=inputs[0] out=v4
+        1 layer[1] params=layers.1.weight,head.weight in=v4 out=v5
+        2 loss[0] in=v5,targets[0],v2,v3 out=v6
+        loss=v6
         """,
     )
     assert [str(value.spec) for value in captured.cut.values] == [
         "int64[2, 5]",
         "int64[2, 5]",
         "float64[]",  # the number of targets of the whole batch that count
+        "float64[]",  # the number of parts that the loss is taken in
         "float32[2, 5, 6]",
         "float32[2, 5, 6]",
         "float32[]",
     ]
-    assert [value.producer for value in captured.cut.values] == [None, None, None, 0, 1, 2]
+    assert [value.producer for value in captured.cut.values] == [*[None] * 4, 0, 1, 2]
 
 
 def test_a_nested_region_cuts_its_outer_region_in_three() -> None:

@@ -121,3 +121,16 @@ def check(op: Any, args: tuple[Any, ...]) -> int:
 def test_parts_that_are_computed_apart_are_those_of_the_whole(name: str) -> None:
     some = random.Random(0).sample(list(cases(name)), 40 if name == "view" else 10)
     assert sum(check(*case) for case in some) > 0
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((1, 3, 4, 16), 1), ((3, 4, 16), 0), ((3, 1, 1), 0)])
+def test_parts_stay_where_they_are_when_other_dimensions_grow(
+    shape: tuple[int, ...], dim: int
+) -> None:
+    graph, mode = fx.Graph(), FakeTensorMode()
+    source = graph.placeholder("x")
+    node = graph.call_function(aten.expand.default, (source, [2, 3, 4, 16]))
+    with mode:
+        source.meta["val"] = torch.empty(shape)
+        node.meta["val"] = torch.empty(shape).expand(2, 3, 4, 16)
+    assert part_rules(PARTS).of(node, {source: Shard(dim)}) == Shard(1)

@@ -111,7 +111,11 @@ def assert_profiled(trainer: piper.Trainer, program: piper.Program) -> None:
     ("on", "option", "words"),
     [
         ("virtual", "cuda_graph", r"no option cuda_graph=\. Did you mean cuda_graphs=\? It has: "),
-        ("virtual", "timeout", r"no option timeout=\. It has: shapes=, cuda_graphs=, shake=$"),
+        (
+            "virtual",
+            "timeout",
+            r"no option timeout=\. It has: shapes=, progress=, cuda_graphs=, shake=$",
+        ),
         (
             "processes",
             "time_out",

@@ -147,13 +147,13 @@ def test_layouts_are_printed() -> None:
     where = "@0,4,1,5,2,6,3,7"
     assert [
         f"x0 inputs[0] [6, 12] {where} dp S(0), ep S(0), tp R",
-        f"v5 view_1 [12, 6, 7] {where} dp S(1), ep S(1), tp R",
-        f"v5 view_1 [12, 6, 7] in layer[0] EP[0] {where} dp S(1), ep S(0), tp R",
-        f"v9 cross_entropy_loss_mean [] {where} dp P(sum), ep P(sum), tp R",
+        f"v6 view_1 [12, 6, 7] {where} dp S(1), ep S(1), tp R",
+        f"v6 view_1 [12, 6, 7] in layer[0] EP[0] {where} dp S(1), ep S(0), tp R",
+        f"v10 cross_entropy_loss_mean [] {where} dp P(sum), ep P(sum), tp R",
         f"dw2 layer[0] EP[0] {where} dp P(sum), ep S(0), tp R",
         f"dw0 embed[0] {where} dp P(sum), ep P(sum), tp R",
         f"bucket0 parameters at rest {where} shard R",
         f"bucket0 gradients as made {where} shard P(sum)",
         f"bucket0 optimizer state {where} shard S(0)",
-    ] == [line for line in lines if line.split()[0] in ("x0", "v5", "v9", "dw2", "dw0", "bucket0")]
+    ] == [line for line in lines if line.split()[0] in ("x0", "v6", "v10", "dw2", "dw0", "bucket0")]
     assert program.layouts in program.text()

@@ -161,6 +161,9 @@ def _shapes(
     the dimension of the parts."""
     shape = list(node.meta["val"].shape)
     (source, placed), *_ = ((x, p) for x, p in given.items() if isinstance(p, SHARDED))
+    if node.target is aten.expand.default:  # dimensions are aligned at the last; others may grow
+        dim = placed.dim + len(shape) - source.meta["val"].dim()
+        yield [*shape[:dim], 2 * shape[dim], *shape[dim + 1 :]], dim
     outside = math.prod(source.meta["val"].shape[: placed.dim]) * sections(placed)
     before = [math.prod(shape[:dim]) for dim in range(len(shape))]
     for dim in sorted(range(len(shape)), key=lambda dim: (-before[dim], dim)):
