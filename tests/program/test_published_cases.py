@@ -265,7 +265,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.cases(fast=3, slow=5)
+@pytest.mark.cases(fast=1, slow=5)
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_one_device_or_is_refused(name: str) -> None:
     case = CASES[name]
