@@ -180,7 +180,8 @@ def events(log: Path) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("last", [13, pytest.param(17, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [13, 17])
 def test_kill_9_in_the_second_epoch(last: int, tmp_path: Path) -> None:
     """A shuffled loader whose workers draw random numbers: the losses and the evaluations are those
     of a run that was not killed, bit for bit."""

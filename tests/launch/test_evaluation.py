@@ -210,6 +210,7 @@ def test_lengths_that_differ() -> None:
         assert float(trainer.evaluate(batches)) == pytest.approx(float(expected), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_its_own_loss() -> None:
     """The labels of a Hugging Face model are shifted and counted inside it."""
     net = FAMILIES["Llama"].make(dropout=False)

@@ -100,6 +100,7 @@ class Lowers(nn.Module):
         return F.mse_loss(output @ self.weight[0], target)
 
 
+@pytest.mark.slow
 def test_the_models_own_precision_where_there_is_no_fp64() -> None:
     model = blocks()
     program = piper.compile(
@@ -118,6 +119,7 @@ def test_batches_of_the_user() -> None:
         piper.verify(program, batches=[])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     with pytest.raises(piper.PiperError, match=r"layer\[1\], which draws random numbers"):
         piper.verify(compiled(blocks(lambda x: F.dropout(x, 0.5))))
