@@ -112,9 +112,9 @@ class PartRules:
                 except NotImplementedError:
                     self._known[key] = None
                     self._unknown.add(key)
-            found = self._known[key]
-            if found is not None:
-                return found
+            answer = self._known[key]
+            if answer is not None:
+                return answer
         raise UnknownOperation(str(node.target)) if key in self._unknown else Mixed
 
     def _asked(self, node: fx.Node, given: Mapping[fx.Node, Placements]) -> Placements | None:
@@ -178,9 +178,9 @@ def _repeated(
     """``given``, but with values that were expanded to the number of parts taken for parts. If
     ``loose``, elementwise operations take any value of this size so."""
     (source, placed), *_ = ((x, p) for x, p in given.items() if _has_parts(p))
-    found = dict(given)
+    taken = dict(given)
     if not isinstance(placed, SHARDED):
-        return found
+        return taken
     shape = source.meta["val"].shape
     aligned = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is ATTENTION
     for x, p in given.items():
@@ -189,8 +189,8 @@ def _repeated(
         if p != REPLICATED or dim < 0 or mine[dim] != shape[placed.dim]:
             continue
         if (loose and aligned) or _expands(x, dim):
-            found[x] = Shard(dim) if isinstance(placed, Shard) else placed
-    return found
+            taken[x] = Shard(dim) if isinstance(placed, Shard) else placed
+    return taken
 
 
 def _expands(node: fx.Node, dim: int) -> bool:

@@ -67,10 +67,10 @@ class Rules:
                 self._known[key] = self._ask(target, args, kwargs, given)
             except NotImplementedError:
                 self._known[key] = NotImplementedError(str(target))
-        found = self._known[key]
-        if isinstance(found, NotImplementedError):
-            raise found
-        return found
+        known = self._known[key]
+        if isinstance(known, NotImplementedError):
+            raise known
+        return known
 
     def _ask(
         self,
