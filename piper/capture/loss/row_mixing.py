@@ -27,7 +27,7 @@ from piper.capture.shard.rewrites.fused_weights import dim_of
 aten = torch.ops.aten
 
 
-class Meeting(Enum):
+class MixingKind(Enum):
     """How an operation mixes rows of a batch."""
 
     STATISTICS = "statistics"
@@ -46,7 +46,7 @@ class Meeting(Enum):
 class RowMixing:
     """An operation that needs the whole batch."""
 
-    meeting: Meeting
+    kind: MixingKind
     op: str
     at: str
     """The user's lines."""
@@ -54,7 +54,7 @@ class RowMixing:
     @property
     def of_rows(self) -> str | None:
         """The operation, if a row of its result depends on other rows in evaluation mode, too."""
-        if self.meeting not in (Meeting.ROWS, Meeting.OFFSETS):
+        if self.kind not in (MixingKind.ROWS, MixingKind.OFFSETS):
             return None
         return f"{self.op}\n{self.at}" if self.at else self.op
 
@@ -166,7 +166,7 @@ class RowWalk:
         if kinds <= {RowKind.FIXED}:
             return _FIXED
         if packet in _BATCH_NORMS and _trains(node):
-            return self._mixed(node, Meeting.STATISTICS)
+            return self._mixed(node, MixingKind.STATISTICS)
         if RowKind.UNKNOWN in kinds:
             return _REDUCED if _reduces(node, packet) and _is_single(node) else _UNKNOWN
         if RowKind.REDUCED in kinds:
@@ -177,7 +177,7 @@ class RowWalk:
         if not _is_real(node):
             return _UNKNOWN
         if RowKind.ROWS in kinds:
-            return self._mixed(node, Meeting.ROWS)
+            return self._mixed(node, MixingKind.ROWS)
         states = [(x, self.states[x].kind) for x in node.all_input_nodes]
         reduced = [x for x, kind in states if kind is RowKind.REDUCED]
         if packet in _LINEAR or node.target is operator.getitem:
@@ -188,7 +188,7 @@ class RowWalk:
             return _REDUCED
         if packet is aten.mul and all(x in self._batch for x in reduced):
             return _UNKNOWN
-        return self._mixed(node, Meeting.MEAN)
+        return self._mixed(node, MixingKind.MEAN)
 
     def _of_rows(self, node: fx.Node, packet: Any) -> RowState:
         states = {x: self.states[x] for x in node.all_input_nodes}
@@ -205,7 +205,7 @@ class RowWalk:
         if _reduces(node, packet):
             return RowState(RowKind.REDUCED, summed=_sums(node, packet))
         if packet in _OFFSETS and self._is_offsets(node):
-            return self._mixed(node, Meeting.OFFSETS)
+            return self._mixed(node, MixingKind.OFFSETS)
         if packet in _PRODUCTS and _sums_over_rows(node, placed):
             return _REDUCED
         if packet is aten.cat:
@@ -215,7 +215,7 @@ class RowWalk:
         if packet in _PRODUCTS and len(with_rows) == 1:
             return _UNKNOWN  # the other may be a table repeated for every row
         if (packet in _ACROSS or _is_pointwise(node)) and _is_real(node):
-            return self._mixed(node, Meeting.ROWS)
+            return self._mixed(node, MixingKind.ROWS)
         return _UNKNOWN
 
     def _is_offsets(self, node: fx.Node) -> bool:
@@ -229,12 +229,12 @@ class RowWalk:
             and first.meta["val"].dtype in (torch.int32, torch.int64)
         )
 
-    def _mixed(self, node: fx.Node, meeting: Meeting) -> RowState:
+    def _mixed(self, node: fx.Node, kind: MixingKind) -> RowState:
         packet = getattr(node.target, "overloadpacket", node.target)
         name = str(packet).removeprefix("aten.").removeprefix("_")
-        if meeting is Meeting.STATISTICS:
+        if kind is MixingKind.STATISTICS:
             name = "batch normalization"
-        return RowState(RowKind.UNKNOWN, mixing=RowMixing(meeting, name, lines_of(node)))
+        return RowState(RowKind.UNKNOWN, mixing=RowMixing(kind, name, lines_of(node)))
 
 
 def _trains(node: fx.Node) -> bool:
