@@ -100,12 +100,19 @@ def facts_of(
         count=cut.count,
         outputs=cut.outputs,
         declared=captured.declared,
+        flops=captured.microbatches * sum(map(_flops, chunks)),
         **of_state(
             list(zip(captured.chunks, captured.programs, strict=True)),
             parameter_specs(captured),
             captured.master,
         ),
     )
+
+
+def _flops(chunk: ChunkFacts) -> int:
+    """Operations of a forward and a backward, without recomputation."""
+    passes = chunk.variants[RematPolicy.NONE].passes
+    return sum(passes[which].flops for which in (Pass.F, Pass.B) if which in passes)
 
 
 def of_signature(piece: Chunk | ChunkSignature, program: ChunkProgram) -> dict[str, Any]:

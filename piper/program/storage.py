@@ -56,7 +56,7 @@ from piper.state.weights.source import Source, StateNames
 from piper.strategies.strategy import Strategy
 
 C = TypeVar("C", bound=Compiled)
-_FORMAT = Format("program", 12)
+_FORMAT = Format("program", 13)
 
 
 class _TotalsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch.nn.functional import mse_loss
 import piper
 from piper.callbacks import CSV, MLflow, TensorBoard, WeightsAndBiases, scalars
 from piper.launch.trainer.step_result import StepResult
+from piper.launch.watch.progress_bar import shown_progress
 from piper.strategies import mesh
 
 X = torch.ones(4, 4)
@@ -120,6 +123,40 @@ def test_scalars_are_those_of_the_result(trainer: piper.Trainer) -> None:
     evaluated = scalars(trainer.evaluate(X, X))
     assert "evaluation/loss" in evaluated
     assert all(not name.startswith("train/") for name in evaluated)
+
+
+def test_mfu_is_that_of_the_gpus(trainer: piper.Trainer) -> None:
+    """Four layers of 4 x 4 over 4 rows; two devices that share a GPU have one peak."""
+    result = trainer.step(X, X)
+    assert result.mfu is None
+    assert "train/mfu" not in scalars(result)
+    flops = 2 * (3 * 2 * 4 * 4 * 4) - 2 * 4 * 4 * 4  # no gradient of the inputs
+    for gpus, peaks in (("A100-SXM4-80GB 1", "H200 2"), 2), (("H200 1", "H200 1"), 1):
+        report = replace(result._report, gpus=tuple(f"NVIDIA {x}" for x in gpus))
+        found = StepResult(report, trainer.program, 2.0, 4)
+        peak = 19.5e12 if peaks == 2 else 67e12
+        assert found.mfu == pytest.approx(flops / (2.0 * peak * peaks))
+        assert scalars(found, 4.0)["train/mfu"] == pytest.approx(found.mfu / 2)
+    unknown = replace(result._report, gpus=("NVIDIA X1 1", "NVIDIA H200 2"))
+    assert StepResult(unknown, trainer.program, 2.0, 4).mfu is None
+
+
+@dataclass
+class Shown:
+    """A step's result with figures that no CPU gives."""
+
+    seconds: float = 2.0
+    mfu: float | None = 0.25
+    tokens: int = 100
+    memory: int = 2**30
+    learning_rates: tuple[float, ...] = (0.1,)
+    expert_imbalance: Mapping[str, float] = field(default_factory=lambda: {"a": 1.5, "b": 1.25})
+
+
+def test_progress_has_mfu_and_the_imbalance_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown_progress(2, 0, 1) as show:
+        show(1, 0.5, None, Shown())
+    assert re.search(r"tokens/s, MFU [\d.,]+%, busiest expert 1.50x, ", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from piper.ir.ops import Collective, Compute, Transfer
 from piper.ir.passes import Pass, RematPolicy
 from piper.ir.plan.instructions import Verb
 from piper.ir.rules import Rest
-from piper.models import MoEConfig, MoETransformer, lm_loss
+from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from piper.strategies import mesh
 
 FREE = piper.Link(1e30, 0.0)
@@ -374,6 +374,37 @@ def test_presets_simulate(kind: str) -> None:
     found = experts().simulate(piper.Cluster.of(kind, 8))
     assert 0 < found.seconds < 60
     assert 0 < found.mfu < 1
+
+
+@cache
+def dense() -> piper.Capture:
+    config = DenseConfig(vocab=32, dim=16, layers=2, heads=2, mlp_dim=24, max_seq=8)
+    torch.manual_seed(0)
+    x = torch.randint(0, 32, (8, 8))
+    return piper.capture(DenseTransformer(config), inputs=(x,), targets=(x,), loss=lm_loss)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        mesh(),
+        mesh(dp=2, zero=3),
+        mesh(tp=2, sequence_parallel=True),
+        mesh(tp=2, cp=2),
+        piper.Strategy([piper.remat({}, "all"), *mesh(pp=2, tp=2, microbatches=2).directives]),
+    ],
+)
+def test_the_operations_of_a_step_are_those_of_the_model(strategy: piper.Strategy) -> None:
+    """However it is sharded, and whatever is computed again: in each layer the projections of
+    attention, its two products, which cost 2.5 times as much backward, and the MLP; and the
+    head."""
+    program = dense().compile(strategy)
+    tokens, seq, dim, mlp, vocab = 64, 8, 16, 24, 32
+    weights = 2 * (4 * dim * dim + 3 * dim * mlp) + vocab * dim
+    attention = 2 * 2 * tokens * seq * dim * 2
+    assert program.simulate(piper.Cluster.of("H100", 4)).flops == (
+        3 * 2 * tokens * weights + attention + attention * 5 // 2
+    )
 
 
 # --- files ---------------------------------------------------------------------------------------

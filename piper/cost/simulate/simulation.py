@@ -19,10 +19,8 @@ from piper.cost.rough_costs import Costs
 from piper.cost.simulate.replay import Communication, Track, replay
 from piper.cost.simulate.timing_classes import TimingClass, TimingClasses, timing_classes
 from piper.cost.tasks import CostModel, Durations, Fallback, Tasks, computed_in
-from piper.ir.dag.dag import Node, group_text
+from piper.ir.dag.dag import group_text
 from piper.ir.dag.sizes import Sizes
-from piper.ir.ops import Compute
-from piper.ir.passes import Pass, RematPolicy
 from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.ir.plan.lowered import LoweredStep
 from piper.ir.rules import Rest, StreamRule
@@ -41,8 +39,11 @@ class Simulation(Shown):
     classes: tuple[TimingClass, ...] = field(repr=False)
     spans: tuple[Spans, ...] = field(repr=False)
     """The start and end of each instruction, by class."""
-    flops: int
-    """Operations of a step on all devices, without recomputation."""
+
+    @property
+    def flops(self) -> int:
+        """Operations of a step on all devices, without recomputation, however it is sharded."""
+        return self.step.dag.model.flops
 
     @cached_property
     def seconds(self) -> float:
@@ -181,17 +182,7 @@ def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None
         Spans(tuple(range(len(track.start))), tuple(track.start), tuple(track.end))
         for track in tracks
     )
-    flops = sum(_useful(step, node) for node in dag.nodes if isinstance(node.op, Compute))
-    return Simulation(step, cluster, classes.classes, spans, flops)
-
-
-def _useful(step: LoweredStep, node: Node) -> int:
-    """Operations of a computation on all its devices, without recomputation."""
-    op, parts = node.compute, node.parts
-    model = step.models.get(parts, step.dag.model)
-    passes = model.chunks[op.chunk].variants[RematPolicy.NONE].passes
-    facts = passes.get(op.which) or passes.get(Pass.B)
-    return facts.flops * parts if facts else 0
+    return Simulation(step, cluster, classes.classes, spans)
 
 
 def _tracks(

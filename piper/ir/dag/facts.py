@@ -177,6 +177,8 @@ class Model:
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The number of regions in each stage, by the tag of the stages, where it is decided before: by
     the uncut regions for segments, by training for evaluation."""
+    flops: int = 0
+    """Operations of a whole step without recomputation, however it is sharded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class LoadedDevice:
         streams = streams_for(state.where, program.streams, shaker, tracked=tracked)
         self.executor = Executor(state, comm, streams, runners)
         self.executor.at = [0, _TRAINING]
+        self._gpus = gpus_of(state.where)
         self._begun: Snapshot | None = None
         """The snapshot of the last save. Copies of state that no step changes may still be under
         way."""
@@ -110,6 +111,7 @@ class LoadedDevice:
             total=scalars.sums.get((Content.LOSS, 0)),
             norm=scalars.sums.get((Content.NORM, 0)),
             memory=memory,
+            gpus=self._gpus,
             rates=rates,
             ready=scalars.ready,
             load=scalars.each(Content.LOAD),
@@ -182,6 +184,14 @@ class LoadedDevice:
         if self.state.where.type == "cuda" and not abandoned:
             torch.cuda.synchronize(self.state.where)
         self.comm.close()
+
+
+def gpus_of(where: torch.device) -> tuple[str, ...]:
+    """The name and the UUID of a GPU; nothing for a CPU."""
+    if where.type != "cuda":
+        return ()
+    facts = torch.cuda.get_device_properties(where)
+    return (f"{facts.name} {facts.uuid}",)
 
 
 def memory_of(where: torch.device) -> int:

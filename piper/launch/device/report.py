@@ -33,6 +33,8 @@ class Report:
     """The squared norm of all gradients; None if not requested, or after an evaluation."""
     memory: int
     """Peak bytes of one device."""
+    gpus: tuple[str, ...] = ()
+    """For each device, the name and the UUID of its GPU; empty on CPUs."""
     rates: tuple[float, ...] = ()
     """The learning rates that the step used, one for each param group."""
     ready: torch.cuda.Event | None = None
@@ -98,6 +100,7 @@ class Report:
         return replace(
             reports[0],
             memory=max(report.memory for report in reports),
+            gpus=tuple(gpu for report in reports for gpu in report.gpus),
             rates=max((report.rates for report in reports), key=len),
             returned={place: x for report in reports for place, x in report.returned.items()},
             measured={d: row for report in reports for d, row in report.measured.items()},

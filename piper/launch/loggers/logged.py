@@ -13,17 +13,23 @@ from typing import Any
 
 from piper.base.errors import PiperError
 from piper.launch.trainer.step_result import StepResult
+from piper.launch.watch.progress_bar import Pace
 
 
-def scalars(result: StepResult) -> dict[str, float]:
-    """The scalars of a step or an evaluation, by the names under which they are logged."""
+def scalars(result: StepResult, seconds: float | None = None) -> dict[str, float]:
+    """The scalars of a step or an evaluation, by the names under which they are logged.
+    ``seconds`` is the measured time of the step, where ``result.seconds`` does not wait for the
+    GPU."""
     kind = "evaluation" if result.evaluated else "train"
+    seconds = seconds or result.seconds
     logged = {
         f"{kind}/loss": float(result.loss),
-        f"{kind}/tokens_per_second": result.tokens_per_second,
-        f"{kind}/seconds": result.seconds,
+        f"{kind}/tokens_per_second": result.tokens / seconds,
+        f"{kind}/seconds": seconds,
         f"{kind}/memory_bytes": float(result.memory),
     }
+    if result.mfu is not None:
+        logged[f"{kind}/mfu"] = result.mfu * result.seconds / seconds
     if result.grad_norm is not None:
         logged[f"{kind}/grad_norm"] = float(result.grad_norm)
     rates = result.learning_rates
@@ -45,24 +51,30 @@ class Logger(ABC):
             raise PiperError(f"every={every!r} must be a whole number from 1 on")
         self._every = every
         self._begun = False
+        self._pace: Pace | None = None
 
     def on_step(self, step: int, result: StepResult) -> None:
         if step % self._every == 0:
-            self._log(step, result)
+            on_gpu = result.loss_on_host is None
+            float(result.loss)  # waits for the GPU
+            seconds = self._pace.since(step) if on_gpu and self._pace else None
+            self._log(step, result, seconds)
+            self._pace = self._pace or Pace(step)
 
     def on_evaluate(self, step: int, result: StepResult) -> None:
         self._log(step, result)
+        self._pace = Pace(step)
 
     def on_end(self) -> None:
         if self._begun:
             self._begun = False
             self.end()
 
-    def _log(self, step: int, result: StepResult) -> None:
+    def _log(self, step: int, result: StepResult, seconds: float | None = None) -> None:
         if not self._begun:  # not in __init__: other ranks construct this object too
             self.begin()
             self._begun = True
-        self.write(step, scalars(result))
+        self.write(step, scalars(result, seconds))
 
     @abstractmethod
     def begin(self) -> None:

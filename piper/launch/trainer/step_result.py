@@ -11,6 +11,8 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.capture.code.executables import ChunkSignature
+from piper.cost.presets import known_gpu
+from piper.cost.tasks import computed_in
 from piper.launch.device.report import Report
 from piper.program.program import Program
 
@@ -56,7 +58,6 @@ class StepResult:
         self._program = program
         self._rows = rows or {}
         self.evaluated = evaluated
-        """Whether this is the result of an evaluation."""
         """Whether this is the result of an evaluation."""
         self.seconds = seconds
         self.tokens = tokens
@@ -131,6 +132,19 @@ class StepResult:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: the operations of the model in this step, without recomputation,
+        over those that the GPUs could do in ``seconds``. None on CPUs, on GPUs that
+        ``piper.Cluster`` has no figures of, and after an evaluation."""
+        gpus, model = self._report.gpus, self._program.training_step.facts.whole
+        kinds = [known_gpu(gpu) for gpu in gpus]
+        if self.evaluated or not gpus or None in kinds:
+            return None
+        peak = min(kind.peak(computed_in(model)) for kind in kinds if kind is not None)
+        share = len(set(gpus)) / len(gpus)  # virtual devices share a GPU
+        return model.flops / (self.seconds * peak * share * len(self._program.devices))
 
     def __float__(self) -> float:
         return float(self.loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,7 +21,13 @@ class ShownStep(Protocol):
 
     tokens: int
     memory: int
+    seconds: float
     learning_rates: tuple[float, ...]
+
+    @property
+    def mfu(self) -> float | None: ...
+    @property
+    def expert_imbalance(self) -> Mapping[str, float]: ...
 
 
 def nothing(step: int, loss: float, norm: float | None, result: ShownStep) -> None:
@@ -59,28 +65,38 @@ def _bar(console: Any, total: int | None, before: int) -> Iterator[Show]:
         console=console,
     ) as bar:
         task = bar.add_task("training", total=total, completed=before, said="")
-        pace = _Pace(before)
+        pace = Pace(before)
 
         def show(step: int, loss: float, norm: float | None, result: ShownStep) -> None:
-            tokens, _ = pace.since(step, result)
-            bar.update(task, completed=step, said=f"loss {loss:.4f}  {tokens:,.0f} tokens/s")
+            said = [f"loss {loss:.4f}", *_speed(result, pace.since(step))]
+            bar.update(task, completed=step, said="  ".join(said))
 
         yield show
 
 
-class _Pace:
-    """Tokens and steps a second. A GPU runs behind the host, so the times are those at which losses
-    arrive."""
+class Pace:
+    """Measures the time of a step. A GPU runs behind the host, so the times are those at which
+    losses arrive."""
 
     def __init__(self, before: int) -> None:
         self._time, self._step = time.perf_counter(), before
 
-    def since(self, step: int, result: ShownStep) -> tuple[float, float]:
-        """Tokens per second, and seconds per step, since the last call."""
+    def since(self, step: int) -> float:
+        """Seconds per step since the last call."""
         now, steps = time.perf_counter(), step - self._step
         seconds = max(now - self._time, 1e-9) / max(steps, 1)
         self._time, self._step = now, step
-        return result.tokens / seconds, seconds
+        return seconds
+
+
+def _speed(result: ShownStep, seconds: float) -> list[str]:
+    """Tokens per second, MFU and the imbalance of experts, as far as they are known."""
+    said = [f"{result.tokens / seconds:,.0f} tokens/s"]
+    if (mfu := result.mfu) is not None:
+        said.append(f"MFU {mfu * result.seconds / seconds:.1%}")
+    if imbalance := result.expert_imbalance:
+        said.append(f"busiest expert {max(imbalance.values()):.2f}x")
+    return said
 
 
 class _Lines:
@@ -88,18 +104,18 @@ class _Lines:
 
     def __init__(self, total: int | None, before: int, every: int | None) -> None:
         self._total, self._before, self._every = total, before, every
-        self._pace = _Pace(before)
+        self._pace = Pace(before)
 
     def show(self, step: int, loss: float, norm: float | None, result: ShownStep) -> None:
         """Write a line if it is due."""
         if not self._due(step):
             return
-        tokens, seconds = self._pace.since(step, result)
+        seconds = self._pace.since(step)
         of = "" if self._total is None else f" of {self._total:,}"
         parts = [f"loss {loss:.4f}"]
         parts += [] if norm is None else [f"norm {norm:.3g}"]
         parts += [f"lr {rate:.3g}" for rate in result.learning_rates[:1]]
-        parts += [f"{tokens:,.0f} tokens/s", f"{waiting_text(seconds)}/step"]
+        parts += [*_speed(result, seconds), f"{waiting_text(seconds)}/step"]
         parts += [f"peak {bytes_text(result.memory)}"]
         if self._total is not None and step < self._total:
             parts.append(f"{waiting_text(seconds * (self._total - step))} left")

@@ -96,7 +96,9 @@ class Placer:
         for n in captured:
             refuse_other_share(facts[n], models[n])
         if first.cut.origin or by_expert:
-            layout = of_segments(layout, replace(facts[of], stages=layout.stages), origin)
+            whole = layout.model  # segments have the operations of one device alone
+            cut = replace(facts[of], stages=layout.stages, flops=whole.flops)
+            layout = of_segments(layout, cut, origin)
         dag = strategy.ordered(layout)
         passes = self._known.passes
         programs = {
