@@ -1,10 +1,12 @@
-"""The private interfaces of torch that Piper uses, last seen in torch 2.13. A new version may
+"""The private interfaces of torch that Piper uses, last seen in torch 2.15. A new version may
 change any: then this test names it. Whoever needs another one looks for a public one first."""
 
 from __future__ import annotations
 
 import ast
 import pkgutil
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +50,6 @@ KNOWN = frozenset(
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch._subclasses.fake_tensor.unset_fake_temporarily",
         "torch.amp.autocast_mode._enter_autocast",
-        "torch.autograd.function._SingleLevelFunction",
         "torch.cuda._sleep",
         "torch.distributed.tensor._dtensor_spec.DTensorSpec",
         "torch.distributed.tensor._dtensor_spec.TensorMeta",
@@ -103,3 +104,14 @@ def _private(tree: ast.Module) -> Iterator[str]:
             private = any(part.startswith("_") and not part.startswith("__") for part in parts)
             if parts[0] == "torch" and (private or parts[:3] == ["torch", "fx", "experimental"]):
                 yield name
+
+
+@pytest.mark.parametrize(("version", "warns"), [("2.15.3", False), ("2.16.0", True)])
+def test_an_unseen_torch_is_warned_of(version: str, warns: bool) -> None:
+    code = (
+        "import torch, warnings; "
+        f"torch.__version__ = torch.torch_version.TorchVersion({version!r}); "
+        "warnings.simplefilter('always'); import piper; piper.Strategy"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (f"torch {version} is newer than" in run.stderr) == warns

@@ -1,7 +1,16 @@
 """All public names, which ``import piper`` offers."""
 
+import torch
+
 from piper import callbacks, strategies
-from piper.base.errors import CapacityError, CaptureError, DirectiveError, PiperError, PiperWarning
+from piper.base.errors import (
+    CapacityError,
+    CaptureError,
+    DirectiveError,
+    PiperError,
+    PiperWarning,
+    warn,
+)
 from piper.capture.regions import annotate
 from piper.cost.cluster import Cluster
 from piper.cost.hardware import Device, Link, Machine, Sharing
@@ -77,3 +86,9 @@ __all__ = [
     "verify",
     "weights",
 ]
+
+if torch.__version__ >= "2.16":
+    warn(
+        f"torch {torch.__version__} is newer than the versions that Piper was tried with (2.11 to "
+        "2.15): compare a few steps with one device by piper.verify(program)"
+    )

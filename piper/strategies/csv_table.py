@@ -27,7 +27,7 @@ from piper.view.grid import LETTERS
 
 _PASSES = {letter: which for which, letter in LETTERS.items()}
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
-_COMMUNICATION = re.compile(r"\d+((SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_COMMUNICATION = re.compile(r"\d+((SEND|RECV)_[FB]|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)\d*")
 _OVERLAP = re.compile(r"\((.*)\)\s*OVERLAP_F_B")
 
 

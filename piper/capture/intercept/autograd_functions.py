@@ -7,6 +7,7 @@ follows its forward and backward when its chunk is differentiated.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -186,16 +187,22 @@ def kept_whole(functions: Functions) -> Iterator[None]:
     """Inside, autograd functions are called as ops: tracing would follow their forward and lose
     their backward."""
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         known = cls.__name__.startswith(_REGISTERED) or cls.__module__.startswith(_CONTROL_FLOW)
-        alone = not any(isinstance(x, Tensor) for x in pytree.tree_leaves(args))
+        alone = not any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs)))
         if known or alone or functions.inside:
-            return super(base, cls).apply(*args, **kwargs)
+            return original.__get__(None, cls)(*args, **kwargs)
+        if cls.setup_context is not torch.autograd.Function.setup_context:
+            args = inspect.signature(cls.forward).bind(*args, **kwargs).args
+        elif kwargs:
+            raise TypeError(f"{cls.__name__}.apply takes no keyword arguments")
         return functions.call(cls, args)
 
-    base: Any = torch.autograd.function._SingleLevelFunction  # Function.apply calls its apply
+    base: Any = torch.autograd.Function
     base.apply = classmethod(apply)
     try:
         yield
     finally:
-        del base.apply
+        base.apply = original
