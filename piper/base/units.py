@@ -1,8 +1,9 @@
-"""Formats times, sizes and counts, and parses sizes."""
+"""Formats times, sizes and counts, and parses times and sizes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from piper.base.errors import PiperError
 
@@ -11,6 +12,7 @@ _SIZES = {
     for power, letter in enumerate("KMGT", start=1)
     for unit, base in ((letter, 1024), (f"{letter}IB", 1024), (f"{letter}B", 1000))
 } | {"": 1, "B": 1}
+_TIMES = {"": 1.0, "MS": 1e-3, "S": 1.0, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
 
 
 def seconds_text(value: float) -> str:
@@ -49,19 +51,36 @@ def bytes_text(nbytes: float) -> str:
 def nbytes_of(what: str, given: object) -> int:
     """Bytes from a number or from text with a unit such as "80GB". ``what`` is the argument's
     name, for messages."""
-    size: float = -1
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        size = given
-    elif isinstance(given, str):
-        written = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", given)
-        if written is not None and written[2].upper() in _SIZES:
-            size = float(written[1]) * _SIZES[written[2].upper()]
+    size = _number_of(given, _SIZES)
     if not 1 <= size < 2**63:
         raise PiperError(
             f"{what}={given!r} is not a valid size: give bytes, or a number with a unit, such as "
             "'80GiB', '512MiB' or '24GB'"
         )
     return int(size)
+
+
+def seconds_of(what: str, given: object) -> float:
+    """Seconds from a number or from text with a unit such as "5min". ``what`` is the argument's
+    name, for messages."""
+    seconds = _number_of(given, _TIMES)
+    if not seconds > 0:
+        raise PiperError(
+            f"{what}={given!r} is not a valid time: give seconds, or a number with a unit, such as "
+            "'30s', '5min' or '2h'"
+        )
+    return seconds
+
+
+def _number_of(given: object, units: Mapping[str, float]) -> float:
+    """A number, or text with one of ``units`` in capitals, as a number; -1 if it is neither."""
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return float(given)
+    if isinstance(given, str):
+        written = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", given)
+        if written is not None and written[2].upper() in units:
+            return float(written[1]) * units[written[2].upper()]
+    return -1.0
 
 
 def counted(number: int, thing: str) -> str:

@@ -38,6 +38,20 @@ MeshSpec = Annotated[
         show_default=False,
     ),
 ]
+JobSettings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A setting of the job: a parameter of `job` that has a default, such as lr=1e-4 or "
+        "model.layers=8. A name that is unknown lists them all.",
+        show_default=False,
+    ),
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option("--device", help="cpu or cuda, rather than the job's.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 On = Annotated[
     Where,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,17 +16,20 @@ from piper.base.errors import PiperError
 from piper.cost.cluster import Cluster
 from piper.lower.plans.memory_limit import check_limit
 from piper.program.job import Job
+from piper.program.job_settings import job_with, refuse_settings
 from piper.program.program import Program
 from piper.strategies import mesh
 from piper.strategies.strategy import Strategy
 
 
-def job_in(script: Path) -> Job:
-    """The job that a script defines."""
+def job_in(script: Path, settings: Sequence[str] = ()) -> Job:
+    """The job that a script defines, with ``settings`` as "name=value"."""
     module = _loaded(script)
     job = getattr(module, "job", None)
     if callable(job) and not isinstance(job, Job):
-        job = job()
+        job = job_with(job, settings)
+    else:
+        refuse_settings(settings, script)
     if not isinstance(job, Job):
         raise PiperError(
             f"{script} defines no job: write `def job() -> piper.Job: ...` "

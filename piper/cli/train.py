@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,16 @@ import typer
 from piper.base.arguments import Where
 from piper.base.errors import PiperError
 from piper.base.units import nbytes_of
-from piper.cli.options import AsJson, Limit, MeshSpec, On, Script, StrategyFile
+from piper.cli.options import (
+    AsJson,
+    DeviceName,
+    JobSettings,
+    Limit,
+    MeshSpec,
+    On,
+    Script,
+    StrategyFile,
+)
 from piper.cli.output import Output
 
 if TYPE_CHECKING:
@@ -28,6 +38,8 @@ def train(
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
     on: On = Where.VIRTUAL,
+    settings: JobSettings = None,
+    device: DeviceName = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps; without it, until the batches end.")
     ] = None,
@@ -54,7 +66,7 @@ def train(
     The state is saved to --save after every so many steps and at the end; --load resumes
     from there, under this or another strategy, with the batches that follow.
 
-    Example: piper train train.py --strategy s.json --on processes --steps 100 --save state
+    Example: piper train train.py --on processes --set lr=1e-4 --steps 100 --save state
     """
     from piper.cli.scripts import job_in, strategy_of
     from piper.launch.launch import launch
@@ -63,7 +75,8 @@ def train(
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
         limit = None if memory_limit is None else nbytes_of("--memory-limit", memory_limit)
-        job = job_in(script)
+        job = job_in(script, settings or ())
+        job = job if device is None else replace(job, device=device)
         program = job.compile(chosen, memory_limit=limit)
         trainer = launch(program, on=on.value)
         with trainer:

@@ -10,6 +10,7 @@ from typing import Any
 from piper.base.arguments import Where
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
+from piper.base.units import seconds_of
 from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.launch_options import Options, TorchrunOptions, WorkerOptions
 from piper.launch.running import start
@@ -37,9 +38,9 @@ def launch(
     besides the example's; each gets its own program, compiled at the first such batch. After a
     second a terminal shows what is done; ``progress`` says whether to show it. ``options`` are
     specific to the launcher (``launch_options.py``): for "processes" and "torchrun" ``timeout``
-    (seconds that any operation may take) and ``share_gpus`` (several processes may share a GPU); on
-    GPUs ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a seed: delay streams at
-    random to find races).
+    (seconds, or "5min", that any operation may take) and ``share_gpus`` (several processes may
+    share a GPU); on GPUs ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a seed:
+    delay streams at random to find races).
     """
     if not isinstance(program, Program):
         raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
@@ -65,6 +66,8 @@ _LAUNCHERS: dict[str, tuple[Callable[[Any], WorkerGroup], type[Options]]] = {
     Where.PROCESSES.value: (ProcessWorkerGroup, WorkerOptions),
     Where.TORCHRUN.value: (TorchrunWorkerGroup, TorchrunOptions),
 }
+_TIMES = ("timeout", "start_timeout")
+"""Options that are times, such as 30 or "5min"."""
 
 
 def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
@@ -72,7 +75,8 @@ def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
         raise PiperError(f"on={on!r} is unknown: one of {', '.join(_LAUNCHERS)}")
     launcher, kind = _LAUNCHERS[on]
     _refuse_unknown(on, options, kind)
-    return launcher(kind(**options))
+    times = {name: seconds_of(name, options[name]) for name in _TIMES if name in options}
+    return launcher(kind(**{**options, **times}))
 
 
 def _refuse_unknown(on: str, options: dict[str, Any], kind: type[Options]) -> None:

@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import piper
-from piper.base.units import nbytes_of
+from piper.base.errors import PiperError
+from piper.base.units import nbytes_of, seconds_of
 from piper.cli.app import app
 from piper.cli.options import cluster_of
 from piper.cli.scripts import job_in, meshed
 from piper.launch.launch import Where
+from piper.program.job_settings import job_with
 from piper.strategies import mesh
 from tests.strategies.test_strategy_errors import MISTAKES, Mistake
 
@@ -409,6 +413,76 @@ def test_it_is_a_program() -> None:
 )
 def test_sizes(text: str | float, nbytes: int) -> None:
     assert nbytes_of("--memory-limit", text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), ("5min", 300), ("1.5 h", 5400), ("250ms", 0.25), ("12", 12), (0.5, 0.5)],
+)
+def test_times(text: str | float, seconds: float) -> None:
+    assert seconds_of("timeout", text) == seconds
+
+
+@pytest.mark.parametrize("wrong", ["soon", "", "5 fortnights", 0, -1, True, None])
+def test_a_wrong_time_is_refused(wrong: object) -> None:
+    with pytest.raises(PiperError, match=r"timeout=.* is not a valid time: give seconds, or"):
+        seconds_of("timeout", wrong)
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int = 2
+    tied: bool = False
+
+
+def settled(
+    lr: float = 0.1,
+    model: Shape = Shape(),  # noqa: B008 - a frozen record, as a job declares it
+    name: str | None = None,
+    sizes: tuple[int, ...] = (1, 2),
+    tables: Mapping[str, int] = {"a": 1},
+    where: Where = Where.VIRTUAL,
+) -> list[Any]:
+    return [lr, model, name, sizes, tables, where]
+
+
+def test_settings_have_the_types_of_the_defaults() -> None:
+    given = ["lr=1e-4", "model.layers=8", "model.tied=true", "name=x=y", "sizes=[3, 4]"]
+    found = job_with(settled, [*given, "tables.a=5", "where=processes"])
+    assert found == [1e-4, Shape(8, True), "x=y", (3, 4), {"a": 5}, Where.PROCESSES]
+    assert job_with(settled, []) == settled()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("lrr=1", r"no such setting: did you mean lr\? The settings of this job are lr=0.1, model"),
+        ("model.layer=1", r"did you mean model.layers\?"),
+        ("lr.x=1", "no such setting"),
+        ("model.layers=two", "'two' is not a valid int"),
+        ("model.tied=perhaps", "'perhaps' is not a valid bool"),
+        ("lr", "write name=value. The settings of this job are lr=0.1"),
+    ],
+)
+def test_wrong_settings_are_refused(given: str, says: str) -> None:
+    with pytest.raises(PiperError, match=f"--set {given}: .*{says}"):
+        job_with(settled, [given])
+
+
+def test_train_takes_settings(tmp_path: Path) -> None:
+    path = tmp_path / "set_job.py"
+    given = SCRIPT.replace("lr=1e-2)", "lr=lr)").replace("def job():", "def job(lr=1e-2):")
+    path.write_text(given)
+    how = ["-m", "dp=1", "--steps", 2, "--device", "cpu", "--json"]
+    losses = [
+        [json.loads(line)["loss"] for line in run("train", path, *how, *more).stdout.splitlines()]
+        for more in (["--set", "lr=0"], [])
+    ]
+    assert losses[0][0] == losses[1][0]
+    assert losses[0][1] != losses[1][1]
+    path.write_text(SCRIPT + "\njob = job()\n")
+    words = " ".join(run("train", path, "--set", "lr=1", code=1).stderr.split())
+    assert "defines 'job' as a finished Job" in words
 
 
 def test_clusters_by_name() -> None:
