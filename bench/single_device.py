@@ -23,8 +23,8 @@ from rich.table import Table
 from torch import Tensor
 
 from piper.capture.model import capture
-from piper.cli.demo.one_device import SingleDevice
 from piper.models import DenseConfig, DenseTransformer, lm_loss
+from tests.one_device import SingleDevice
 
 Gradients = Callable[[], tuple[Tensor, list[Tensor]]]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from piper.capture.model import Captured, capture
-from piper.cli.demo.one_device import SingleDevice
+from tests.one_device import SingleDevice
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 

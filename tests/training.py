@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import piper
 from piper.capture.intercept.mixed_precision import MixedPrecision
 from piper.capture.model import capture
-from piper.cli.demo.one_device import SingleDevice
 from piper.strategies.directives import Directive, order, partition, place, split
+from tests.one_device import SingleDevice
 from tests.reference import slices
 
 STEPS = 5

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from piper import annotate
 from piper.base.errors import CaptureError, PiperError
 from piper.capture.model import capture
-from piper.cli.demo.one_device import SingleDevice
+from tests.one_device import SingleDevice
 
 HERE = Path(__file__)
 X, Y = torch.randn(8, 4), torch.randn(8, 4)

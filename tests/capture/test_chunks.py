@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from piper import annotate
 from piper.capture.chunk.chunks import Chunk
 from piper.capture.model import Captured, capture
-from piper.cli.demo.one_device import SingleDevice
 from piper.models import MoEConfig, MoETransformer, lm_loss
+from tests.one_device import SingleDevice
 
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
 

@@ -25,7 +25,6 @@ from piper import CaptureError, PiperError, annotate
 from piper.capture.code.codegen import Eager
 from piper.capture.graphs import is_random
 from piper.capture.model import Captured, capture
-from piper.cli.demo.one_device import SingleDevice
 from piper.ir.passes import Pass
 from piper.ir.tensors import TensorSpec
 from piper.models import (
@@ -37,6 +36,7 @@ from piper.models import (
     lm_loss_sum,
 )
 from piper.runtime.draw_seeds import fold
+from tests.one_device import SingleDevice
 from tests.reference import Net, assert_equal, assert_equal_to_eager, eager, piper_step
 from tests.training import sgd
 

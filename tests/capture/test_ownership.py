@@ -201,7 +201,7 @@ def test_transformers(model: Callable[[], nn.Module]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", POLICIES)
 def test_inductor_leaves_kept_outputs_alone(remat: str) -> None:
-    from piper.cli.demo.one_device import SingleDevice
+    from tests.one_device import SingleDevice
 
     torch.manual_seed(0)
     model = Net(returns_a_view)

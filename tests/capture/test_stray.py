@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from piper import annotate
 from piper.base.errors import CaptureError, PiperError
 from piper.capture.model import capture
-from piper.cli.demo.one_device import SingleDevice
+from tests.one_device import SingleDevice
 from tests.reference import assert_equal_to_eager
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)

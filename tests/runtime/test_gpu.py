@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from piper.capture.intercept.generators import draw_privately, drawing_from
 from piper.capture.model import capture
 from piper.capture.operators.grouped_mm import expert_rows, grouped_mm
-from piper.cli.demo.one_device import SingleDevice
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from piper.runtime.draw_seeds import fold
+from tests.one_device import SingleDevice
 from tests.reference import assert_equal, eager, piper_step
 
 pytestmark = [

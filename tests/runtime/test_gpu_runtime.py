@@ -15,9 +15,9 @@ from torch import nn
 import piper
 from piper.base.tracking import Tracker
 from piper.capture.model import capture
-from piper.cli.demo.one_device import SingleDevice
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from piper.strategies import mesh
+from tests.one_device import SingleDevice
 
 pytestmark = [
     pytest.mark.gpu,
