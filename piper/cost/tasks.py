@@ -8,8 +8,10 @@ A ``CostModel`` gives the seconds of a ``Task``. The scheduler and the simulator
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -106,30 +108,25 @@ class Tasks:
 
     def of(self, node: Node) -> Task:
         key: tuple[object, ...]
+        make: Callable[[], Task]
         match node.op:
             case Compute(chunk=chunk, which=which) as op:
-                key = chunk, which, node.parts
-                if key not in self._known:
-                    self._known[key] = self._pass(op, node.parts)
+                key, make = (chunk, which, node.parts), partial(self._pass, op, node.parts)
             case Update(bucket=bucket):
-                key = (bucket,)
-                if key not in self._known:
-                    self._known[key] = self._update(bucket)
+                key, make = (bucket,), partial(self._update, bucket)
             case Add() | Select():
                 nbytes = self._sizes.copied_by(node)
                 key = TaskKind.ADD, nbytes
-                if key not in self._known:
-                    self._known[key] = Task(TaskKind.ADD, traffic=nbytes, nbytes=nbytes)
+                make = partial(Task, TaskKind.ADD, traffic=nbytes, nbytes=nbytes)
             case Copy(nbytes=nbytes):
-                key = TaskKind.COPY, nbytes
-                if key not in self._known:
-                    self._known[key] = Task(TaskKind.COPY, nbytes=nbytes)
+                key, make = (TaskKind.COPY, nbytes), partial(Task, TaskKind.COPY, nbytes=nbytes)
             case Transfer() | Collective() as op:
                 kind = op.kind if isinstance(op, Collective) else TaskKind.SEND
                 members, nbytes = instance_size(op), self._sizes.moved(node)
                 key = kind, members, nbytes
-                if key not in self._known:
-                    self._known[key] = Task(kind, nbytes=nbytes, members=members)
+                make = partial(Task, kind, nbytes=nbytes, members=members)
+        if key not in self._known:
+            self._known[key] = make()
         return self._known[key]
 
     def _pass(self, op: Compute, parts: int) -> Task:

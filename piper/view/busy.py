@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.ir.plan.plan import Plan
-from piper.view.critical import TimedSpans
+from piper.view.runs import Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Busy:
         }
 
 
-def busy_of(plan: Plan, spans: TimedSpans, seconds: float) -> Busy:
+def busy_of(plan: Plan, spans: Spans, seconds: float) -> Busy:
     """The times of a device with ``plan`` in a step of ``seconds``."""
     computing: list[tuple[float, float]] = []
     talking: list[tuple[float, float]] = []

@@ -8,27 +8,16 @@ communication, such an instruction of another participant.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from piper.ir.plan.instructions import COMMUNICATING
 from piper.ir.plan.plan import Plan
+from piper.view.runs import Spans
 
 PathStep = tuple[int, int]
 """A device, and the index of an instruction among its spans."""
 
 
-class TimedSpans(Protocol):
-    """The start and end of a device's instructions."""
-
-    @property
-    def pcs(self) -> Sequence[int]: ...
-    @property
-    def start(self) -> Sequence[float]: ...
-    @property
-    def end(self) -> Sequence[float]: ...
-
-
-def critical(plans: Sequence[Plan], spans: Sequence[TimedSpans]) -> set[PathStep]:
+def critical(plans: Sequence[Plan], spans: Sequence[Spans]) -> set[PathStep]:
     """The steps on the path; ``plans`` and ``spans`` have one entry per device."""
     before = [_before(plan, one) for plan, one in zip(plans, spans, strict=True)]
     participants: dict[int, list[PathStep]] = {}
@@ -56,13 +45,13 @@ def critical(plans: Sequence[Plan], spans: Sequence[TimedSpans]) -> set[PathStep
     return path
 
 
-def _overlap(spans: Sequence[TimedSpans], a: PathStep, b: PathStep) -> bool:
+def _overlap(spans: Sequence[Spans], a: PathStep, b: PathStep) -> bool:
     """Whether two participants of a communication may be in one instance: they overlap in time."""
     one, other = spans[a[0]], spans[b[0]]
     return one.start[a[1]] <= other.end[b[1]] and other.start[b[1]] <= one.end[a[1]]
 
 
-def _before(plan: Plan, spans: TimedSpans) -> list[list[int]]:
+def _before(plan: Plan, spans: Spans) -> list[list[int]]:
     """The predecessors of each instruction: the previous one on its stream, its waits, and the one
     issued right before it, if that ended before this started."""
     at = {pc: i for i, pc in enumerate(spans.pcs)}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag
 from piper.ir.ops import Collective, Compute
+from piper.view.busy import union
 
 
 class Span(NamedTuple):
@@ -43,10 +44,11 @@ class Exposure:
 def all_to_all(dag: Dag, spans: Sequence[Span]) -> Exposure:
     """The exposure of the all-to-all dispatch and combine on a device with these spans."""
     total = exposed = 0.0
-    computing = _together(s for s in spans if isinstance(dag.nodes[s.node].op, Compute))
+    computing = union((s.start, s.end) for s in spans if isinstance(dag.nodes[s.node].op, Compute))
     starts = [start for start, _ in computing]
     for one in spans:
-        if not _is_all_to_all(dag, one.node):
+        op = dag.nodes[one.node].op
+        if not isinstance(op, Collective) or op.kind is not Move.ALL_TO_ALL:
             continue
         total += one.end - one.start
         exposed += one.end - one.start
@@ -55,19 +57,3 @@ def all_to_all(dag: Dag, spans: Sequence[Span]) -> Exposure:
                 break
             exposed -= max(0.0, min(one.end, end) - max(one.start, start))
     return Exposure(total, exposed)
-
-
-def _together(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The union of ``spans``, in order: spans of several streams may overlap."""
-    merged: list[tuple[float, float]] = []
-    for span in sorted(spans, key=lambda s: s.start):
-        if merged and span.start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], span.end)
-        else:
-            merged.append((span.start, span.end))
-    return merged
-
-
-def _is_all_to_all(dag: Dag, node: int) -> bool:
-    op = dag.nodes[node].op
-    return isinstance(op, Collective) and op.kind is Move.ALL_TO_ALL

@@ -5,8 +5,32 @@ Both kinds of steps become a ``Run``, so every view can show either, or two side
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """One device's instructions: their program counters, and the start and end of each, in seconds
+    from the start of the step."""
+
+    pcs: tuple[int, ...]
+    start: tuple[float, ...]
+    end: tuple[float, ...]
+
+    def memory(self, over_time: Sequence[tuple[int, int]]) -> tuple[tuple[float, int], ...]:
+        """(seconds, bytes held from then on): an instruction allocates its outputs when it starts,
+        and its frees happen when it ends."""
+        held: list[tuple[float, int]] = []
+        now = 0.0
+        for i, pc in enumerate(self.pcs):
+            beside, after = over_time[pc]
+            now = max(now, self.start[i])
+            held.append((now, beside))
+            if after != beside:
+                now = max(now, self.end[i])
+                held.append((now, after))
+        return tuple(held)
 
 
 @dataclass(frozen=True, slots=True)

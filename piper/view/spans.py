@@ -1,13 +1,9 @@
-"""The times of a device's instructions, and how they become a ``Run``.
-
-``run_of`` combines the plan, the DAG and the times of each instruction. It serves simulated and
-measured steps.
-"""
+"""``run_of`` makes a ``Run`` from the plan, the DAG and the times of each instruction. It serves
+simulated and measured steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from piper.ir.dag.dag import PASS, Node, name_of
 from piper.ir.dag.sizes import Sizes
@@ -16,31 +12,7 @@ from piper.ir.passes import Pass
 from piper.ir.plan.instructions import Instruction, Verb
 from piper.ir.plan.lowered import LoweredStep
 from piper.view.critical import critical
-from piper.view.runs import Event, Run, ShownDevice, StreamRow
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """One device's instructions: their program counters, and the start and end of each, in seconds
-    from the start of the step."""
-
-    pcs: tuple[int, ...]
-    start: tuple[float, ...]
-    end: tuple[float, ...]
-
-    def memory(self, over_time: Sequence[tuple[int, int]]) -> tuple[tuple[float, int], ...]:
-        """(seconds, bytes held from then on): an instruction allocates its outputs when it starts,
-        and its frees happen when it ends."""
-        held: list[tuple[float, int]] = []
-        now = 0.0
-        for i, pc in enumerate(self.pcs):
-            beside, after = over_time[pc]
-            now = max(now, self.start[i])
-            held.append((now, beside))
-            if after != beside:
-                now = max(now, self.end[i])
-                held.append((now, after))
-        return tuple(held)
+from piper.view.runs import Event, Run, ShownDevice, Spans, StreamRow
 
 
 def run_of(
@@ -93,12 +65,14 @@ class _Describe:
         self._dag = step.dag
         self._sizes = Sizes(step.dag, step.models)
         self._stages = step.stages
-        self._split = self._dag.microbatches[0] if self._dag.microbatches else None
+        self._split = self._dag.microbatches[0] if self._dag.microbatches else ""
 
     def event(
         self, x: Instruction, pc: int, row: int, start: float, end: float, critical: bool
     ) -> Event:
         node = self._dag.nodes[x.node]
+        op, tag = node.op, node.tags.get(self._split)
+        moves = isinstance(op, Transfer | Collective) and node.writes
         return Event(
             row=row,
             start=start,
@@ -107,26 +81,14 @@ class _Describe:
             node=x.node,
             pc=pc,
             kind=_kind(node, x.verb),
-            microbatch=self._microbatch(node),
+            microbatch=tag if isinstance(tag, int) else None,
             stage=" ".join(f"{t} {node.tags[t]}" for t in self._stages if t in node.tags),
             directive=self._dag.history[node.made_by],
             tags=", ".join(f"{k} {_tag(v)}" for k, v in node.tags.items() if k != PASS),
-            nbytes=0 if isinstance(node.op, Compute) or not node.writes else self._moved(node),
-            flops=self._flops(node),
+            nbytes=self._sizes.moved(node) if moves else 0,
+            flops=self._sizes.facts(op, node.parts).flops if isinstance(op, Compute) else 0,
             critical=critical,
         )
-
-    def _microbatch(self, node: Node) -> int | None:
-        tag = node.tags.get(self._split) if self._split else None
-        return tag if isinstance(tag, int) else None
-
-    def _moved(self, node: Node) -> int:
-        return self._sizes.moved(node) if isinstance(node.op, Transfer | Collective) else 0
-
-    def _flops(self, node: Node) -> int:
-        if not isinstance(node.op, Compute):
-            return 0
-        return self._sizes.facts(node.op, node.parts).flops
 
 
 def _kind(node: Node, verb: Verb) -> str:

@@ -25,9 +25,9 @@ from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.ir.plan.lowered import LoweredStep
 from piper.ir.rules import Rest, StreamRule
 from piper.view.busy import Busy, busy_of
-from piper.view.runs import Run
+from piper.view.runs import Run, Spans
 from piper.view.shown import Shown
-from piper.view.spans import Spans, run_of
+from piper.view.spans import run_of
 
 
 @dataclass(frozen=True)

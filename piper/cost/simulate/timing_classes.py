@@ -10,21 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from piper.cost.cluster import Cluster
 from piper.cost.link_time import Way
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Collective, Group, Transfer
 from piper.ir.plan.instances import Participants, instances, members
 from piper.ir.plan.instructions import Instruction, Verb
 from piper.ir.plan.plan import Plan
-
-
-class Participant(NamedTuple):
-    """A class that takes part in a communication, with its verb."""
-
-    number: int
-    verb: Verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +59,12 @@ class TimingClasses:
 
     def instance(
         self, number: int, x: Instruction
-    ) -> tuple[frozenset[Participant], CollectiveInstance]:
-        """The classes that take part in a communication of class ``number``, itself included, and
-        its instance."""
+    ) -> tuple[frozenset[tuple[int, Verb]], CollectiveInstance]:
+        """The classes that take part in a communication of class ``number``, itself included, each
+        with its verb; and its instance."""
         pattern = self.patterns.of(x)
         own = pattern.instances[pattern.of[self.classes[number].devices[0], x.verb]]
-        return frozenset(Participant(self._of[d], verb) for d, verb in own.participants), own
+        return frozenset((self._of[d], verb) for d, verb in own.participants), own
 
 
 class Patterns:
@@ -79,26 +72,27 @@ class Patterns:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._known: dict[tuple[object, ...], Pattern] = {}
-        self._kept: list[object] = []
+        self._known: dict[tuple[int, ...], Pattern] = {}
+        self._numbers: EqualNumbers[Group | tuple[Group, ...]] = EqualNumbers()
 
     def of(self, x: Instruction) -> Pattern:
         op = x.op
         assert isinstance(op, Transfer | Collective)
-        groups: tuple[object, ...] = (
-            (op.source, op.target) if isinstance(op, Transfer) else (op.groups,)
-        )
-        key = (*map(id, groups), *(op.replicas if isinstance(op, Transfer) else ()))
+        number = self._numbers.of
+        key: tuple[int, ...] = ()
+        if isinstance(op, Transfer):
+            key = number(op.source), number(op.target), *op.replicas
+        else:
+            key = (number(op.groups),)
         if key not in self._known:
-            self._kept += groups  # kept alive, because their ids are keys
-            made = [self._instance(participants) for participants in instances(op)]
+            made = []
+            for participants in instances(op):
+                devices = members(participants)
+                way = self._cluster.way(devices)
+                made.append(CollectiveInstance(participants, devices, way))
             of = {end: i for i, instance in enumerate(made) for end in instance.participants}
             self._known[key] = Pattern(tuple(made), of)
         return self._known[key]
-
-    def _instance(self, participants: Participants) -> CollectiveInstance:
-        devices = members(participants)
-        return CollectiveInstance(participants, devices, self._cluster.way(devices))
 
 
 def timing_classes(

@@ -19,9 +19,9 @@ from piper.runtime.streams.kernels import Kernel
 from piper.view.busy import Busy, busy_of
 from piper.view.exposed import Exposure, Span, all_to_all
 from piper.view.perfetto import Inner, write_trace
-from piper.view.runs import Run
+from piper.view.runs import Run, Spans
 from piper.view.shown import Shown
-from piper.view.spans import Spans, run_of
+from piper.view.spans import run_of
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ hundred thousand events take a few megabytes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
 from piper.base.errors import PiperError
 from piper.view.pages.inline import page
 from piper.view.pages.numbering import Numbered
-from piper.view.runs import Event, Run, ShownDevice
+from piper.view.runs import Run, ShownDevice
 
 _SCRIPTS = (
     "common.js",
@@ -38,14 +39,14 @@ def timeline_page(*runs: Run) -> str:
 
 def _run(run: Run, strings: Numbered) -> dict[str, Any]:
     events = sorted(run.events, key=lambda e: (e.row, e.start))  # for the page's binary search
-    text = strings.number
+    rows, text = [event.row for event in events], strings.number
     return {
         "title": run.title,
         "seconds": run.seconds,
         "facts": [[name, figure] for name, figure in run.facts.items()],
         "devices": [_device(device) for device in run.devices],
         "rows": [[row.device, row.stream] for row in run.rows],
-        "firsts": _firsts(events, len(run.rows)),
+        "firsts": [bisect_left(rows, row) for row in range(len(run.rows) + 1)],
         "start": _times(e.start for e in events),
         "end": _times(e.end for e in events),
         "name": [text(e.name) for e in events],
@@ -69,16 +70,6 @@ def _device(device: ShownDevice) -> dict[str, Any]:
         "times": _times(moment for moment, _ in device.memory),
         "bytes": [nbytes for _, nbytes in device.memory],
     }
-
-
-def _firsts(events: list[Event], rows: int) -> list[int]:
-    """The index of the first event of each row, and the end of the last row."""
-    counts = [0] * (rows + 1)
-    for event in events:
-        counts[event.row + 1] += 1
-    for row in range(rows):
-        counts[row + 1] += counts[row]
-    return counts
 
 
 def _times(moments: Iterable[float]) -> list[float]:
