@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 
-
-class Handle(Protocol):
+class Handle:
     """A communication or copy that the host waits for."""
+
+    span: tuple[float, float] | None = None
+    """Its start and end on ``time.monotonic``, if known."""
 
     def done(self) -> bool:
         """Whether the host may continue."""
-        ...
+        raise NotImplementedError
 
     def wait(self) -> None:
         """Block the host until it may continue."""
-        ...
+        raise NotImplementedError
 
     def join(self) -> None:
-        """Once ``done``: make the current stream, if there is one, wait for it."""
-        ...
-
-    @property
-    def span(self) -> tuple[float, float] | None:
-        """Its start and end on ``time.monotonic``, if known."""
-        ...
+        """Once ``done``: raise the error, if there is one, and make the current stream, if there is
+        one, wait for it."""
+        self.wait()

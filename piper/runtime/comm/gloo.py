@@ -39,10 +39,8 @@ _SMALL = 4096
 """Elements up to which an all-reduce is cheaper as an all-to-all of whole tensors."""
 
 
-class _Sent:
-    """The handle of a message, sent or received."""
-
-    __slots__ = ("_over", "_work")
+class _Sent(Handle):
+    """The handle of a message, sent or received. gloo reports a failed one only to ``wait``."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -57,22 +55,12 @@ class _Sent:
             self._over = True
             self._work = None
 
-    def join(self) -> None:
-        self.wait()  # gloo reports a failed message only here
 
-    @property
-    def span(self) -> None:
-        return None
-
-
-class _Begun:
-    """The handle of a call on a stream's thread."""
-
-    __slots__ = ("_call", "_future", "span")
+class _Begun(Handle):
+    """The handle of a call on a stream's thread. ``wait`` raises the call's error."""
 
     def __init__(self, thread: ThreadPoolExecutor, call: Callable[[], Any]) -> None:
         self._call = call
-        self.span: tuple[float, float] | None = None
         self._future: Future[None] = thread.submit(self._run)
 
     def _run(self) -> None:
@@ -85,9 +73,6 @@ class _Begun:
 
     def wait(self) -> None:
         self._future.result()
-
-    def join(self) -> None:
-        self.wait()  # raises the call's error
 
 
 class Gloo:

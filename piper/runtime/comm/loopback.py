@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from piper.base.handles import Handle
 from piper.ir.collectives import COLLECTIVES, MemberTensors, Move
 from piper.ir.ops import Group
 from piper.runtime.comm.protocol import Begin, tensors_of
@@ -16,8 +17,8 @@ Name = str
 """A participant's name in errors."""
 
 
-@dataclass(slots=True)
-class Rendezvous:
+@dataclass
+class Rendezvous(Handle):
     """A communication that may still wait for participants."""
 
     name: str
@@ -38,10 +39,6 @@ class Rendezvous:
         assert self.over, f"{self.name} is not over"
         if isinstance(self.over, torch.Event):
             self.over.wait()
-
-    @property
-    def span(self) -> None:
-        return None
 
     def __str__(self) -> str:
         missing = [name for name in self.participants if name not in self.arrived]

@@ -37,7 +37,16 @@ class Snapshot:
         for i, bucket in enumerate(part.buckets):
             self._left.setdefault(bucket, []).append(i)
         self._all_begun = threading.Event()
-        self._start()
+        self._queue: deque[tuple[int | None, Tensor, Tensor]] = deque()
+        """Pieces to copy: bucket, target and source."""
+        self._open: Counter[int | None] = Counter()
+        """The number of queued pieces by bucket."""
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        """Why a copy failed. The save then fails; training continues."""
+        self._waiting = threading.Event()
+        """Whether the device is idle."""
+        self._thread: threading.Thread | None = None
         now = self.copy(None)
         if now is not None:
             now.wait()
@@ -46,7 +55,7 @@ class Snapshot:
         """Begin to copy a bucket's slices. Returns a handle if the host must finish the copy."""
         for i in self._left.pop(bucket, ()):
             self._copies[i] = self._begin(bucket, self._held(i))
-        return self._handle(bucket)
+        return _Copying(self, bucket) if self._open[bucket] else None
 
     def copy_rest(self) -> None:
         """Begin all remaining copies. ``result``, in the writing thread, finishes them."""
@@ -89,18 +98,6 @@ class Snapshot:
 
     # copying on a CPU
 
-    def _start(self) -> None:
-        self._queue: deque[tuple[int | None, Tensor, Tensor]] = deque()
-        """Pieces to copy: bucket, target and source."""
-        self._open: Counter[int | None] = Counter()
-        """The number of queued pieces by bucket."""
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-        """Why a copy failed. The save then fails; training continues."""
-        self._waiting = threading.Event()
-        """Whether the device is idle."""
-        self._thread: threading.Thread | None = None
-
     def _begin(self, bucket: int | None, tensor: Tensor) -> Tensor:
         room = torch.empty(tensor.shape, dtype=tensor.dtype)
         pieces = [(room, tensor)]
@@ -112,9 +109,6 @@ class Snapshot:
             self._queue += [(bucket, into, piece) for into, piece in pieces]
             self._open[bucket] += len(pieces)
         return room
-
-    def _handle(self, bucket: int | None) -> Handle | None:
-        return _Copying(self, bucket) if self._open[bucket] else None
 
     def wait_begins(self) -> None:
         """The device is idle: the copy thread may run until ``wait_ends``."""
@@ -165,11 +159,9 @@ def copy_piece(into: Tensor, piece: Tensor) -> None:
     into.copy_(piece)
 
 
-class _Copying:
+class _Copying(Handle):
     """A handle for the rest of a bucket's copy. It involves no other device: waiting for it does
     the copy."""
-
-    span = None
 
     def __init__(self, snapshot: Snapshot, bucket: int | None) -> None:
         self._snapshot = snapshot
@@ -182,9 +174,6 @@ class _Copying:
     def wait(self) -> None:
         self._snapshot.drain(self._bucket)
 
-    def join(self) -> None:
-        pass
-
 
 class CudaSnapshot(Snapshot):
     """A snapshot of GPU state. The host waits for copies only before the state changes outside of a
@@ -192,13 +181,10 @@ class CudaSnapshot(Snapshot):
 
     def __init__(self, part: Part, where: torch.device) -> None:
         self._where = where
-        super().__init__(part)
-
-    def _start(self) -> None:
-        super()._start()
         self._side: torch.cuda.Stream | None = None
         self._events: dict[int | None, torch.cuda.Event] = {}
         """By bucket, the event recorded after its copy."""
+        super().__init__(part)
 
     def copy(self, bucket: int | None) -> Handle | None:
         """Copy on the current stream. If another stream already copies the bucket, the current
