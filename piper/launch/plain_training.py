@@ -4,7 +4,7 @@ whole batch, the optimizer. The reference of ``verify``; nothing of Piper comput
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from piper.capture.batch import Batch
-from piper.capture.blame import LOSS_PREFIX
 from piper.capture.loss.own_loss import loss_or_own
 from piper.capture.regions import paths_like
 from piper.program.compile.compile_arguments import CompileArguments
 from piper.state.optimizer.factory import make
+from piper.state.weights.source import Source
 
 
 def copied(given: CompileArguments, dtype: torch.dtype | None) -> CompileArguments:
@@ -59,9 +59,11 @@ class PlainTraining:
         self._given = given
         self._loss = loss_or_own(given.loss, given.targets)
         self._device = device
-        for _, module in self._roots():
+        source = Source(given.model, given.loss_module)
+        self._roots = source.roots()
+        for _, module in self._roots:
             module.to(device)
-        trained = [(name, p) for name, p in self._parameters() if p.requires_grad]
+        trained = [(name, p) for name, p in source.parameters() if p.requires_grad]
         self._trained = trained
         self._optimizer = None if given.optimizer is None else make(given.optimizer, trained)
         self._scheduler = None
@@ -91,23 +93,10 @@ class PlainTraining:
         """Copies of all tensors of the state, by the names that a trainer uses."""
         return {
             prefix + name: x.detach().clone()
-            for prefix, module in self._roots()
+            for prefix, module in self._roots
             for name, x in module.state_dict().items()
             if isinstance(x, Tensor)
         }
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        seen: set[int] = set()
-        for prefix, module in self._roots():
-            for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield prefix + name, parameter
-
-    def _roots(self) -> Iterator[tuple[str, nn.Module]]:
-        yield "", self._given.model
-        if self._given.loss_module is not None:
-            yield LOSS_PREFIX, self._given.loss_module
 
 
 def observed(

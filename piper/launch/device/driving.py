@@ -68,44 +68,33 @@ class InTurns:
         return "\n".join(lines)
 
 
-class _LostError(CommunicationError):
-    """A communication failed while the host waited for it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
 def alone(devices: Sequence[WorkerDevice], runs: Sequence[Running]) -> list[Report]:
-    """The report of the only device. A communication error names its peers."""
+    """The report of the only device. The host waits for each pending communication; on a GPU it
+    never has to."""
     ((device,), (run,)) = devices, runs
-    try:
-        return [_finished(run)]
-    except CommunicationError as error:
-        plan = device.loaded.running.context.plan
-        pc, cause = error.pc, error.__cause__
-        if isinstance(error, _LostError):
-            names = [x.name if x.verb in COMMUNICATING else "" for x in plan.instructions]
-            pc = names.index(error.name)
-        assert pc is not None
-        raise CommunicationError(
-            f"device {device.number}, {described(plan, pc, device.number)}: "
-            f"{type(cause).__name__}: {cause}; most likely one of those has ended or hangs: "
-            "look at what it wrote first"
-        ) from cause
-
-
-def _finished(run: Running) -> Report:
-    """Run a step to its end. The host waits for each pending communication; on a GPU it never has
-    to."""
     while True:
         try:
             pending = next(run)
         except StopIteration as end:
-            report: Report = end.value
-            return report
+            return [end.value]
+        except CommunicationError as error:
+            pc, cause = error.pc, error.__cause__
+            assert pc is not None
+            raise _lost(device, pc, cause) from cause
         try:
             pending.wait()
         except Exception as error:
             run.close()
-            raise _LostError(pending.name) from error
+            rows = device.loaded.running.context.plan.instructions
+            names = [x.name if x.verb in COMMUNICATING else "" for x in rows]
+            raise _lost(device, names.index(pending.name), error) from error
+
+
+def _lost(device: WorkerDevice, pc: int, cause: BaseException | None) -> CommunicationError:
+    """The error of a failed communication, which names its peers."""
+    plan = device.loaded.running.context.plan
+    return CommunicationError(
+        f"device {device.number}, {described(plan, pc, device.number)}: "
+        f"{type(cause).__name__}: {cause}; most likely one of those has ended or hangs: "
+        "look at what it wrote first"
+    )

@@ -18,7 +18,7 @@ from piper.launch.device.report import ProfileKind, Report
 from piper.runtime.comm.nccl import Nccl
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.context import Scalars
-from piper.runtime.executor import Executor, LoadedPlan, ProgramCounter
+from piper.runtime.executor import Executor, LoadedPlan
 from piper.runtime.feeding import block_of
 from piper.runtime.pending import Pending
 from piper.runtime.streams.recording import recorder_for
@@ -52,7 +52,7 @@ class LoadedDevice:
         self.comm = comm
         streams = streams_for(state.where, program.streams, shaker, tracked=tracked)
         self.executor = Executor(state, comm, streams, runners)
-        self.executor.at = [0, _TRAINING]
+        self.executor.at = [0, _TRAINING]  # the program counter, and the index in ``plans``
         self._gpus = gpus_of(state.where)
         self._begun: Snapshot | None = None
         """The snapshot of the last save. Copies of state that no step changes may still be under
@@ -67,11 +67,6 @@ class LoadedDevice:
         if self._saving is None:
             self._saving = self.executor.load(plan, self.program.code)
         self.state.snapshot = snapshot
-
-    def show_progress_in(self, at: ProgramCounter) -> None:
-        """Keep the program counter, and after it the index in ``plans`` of the plan that runs, in
-        ``at``, where others can read them."""
-        self.executor.at = at
 
     @property
     def plans(self) -> list[Plan]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +30,8 @@ _REPLACING = (WorkerDevice.load, WorkerDevice.take, WorkerDevice.restore, Worker
 """Methods that replace tensors to which a captured step refers."""
 
 
-class Drive(Protocol):
-    """Runs the generators of all devices to their end, and returns their reports."""
-
-    def __call__(
-        self, devices: Sequence[WorkerDevice], runs: Sequence[Running]
-    ) -> list[Report]: ...
+Drive = Callable[[Sequence[WorkerDevice], Sequence[Running]], list[Report]]
+"""Runs the generators of all devices to their end, and returns their reports."""
 
 
 def _argument(given: Any, device: WorkerDevice) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from piper.base.tracking import Alive
 from piper.runtime.streams.kernels import Kernel
@@ -64,35 +66,24 @@ class Report:
 
     def copied(self) -> Report:
         """A copy in its own memory, which the next step does not overwrite."""
-        total, norm = (None if x is None else x.clone() for x in (self.total, self.norm))
-        load = {chunk: x.clone() for chunk, x in self.load.items()}
-        outputs = {value: x.clone() for value, x in self.outputs.items()}
-        return replace(self, total=total, norm=norm, load=load, outputs=outputs)
+        return self._with_tensors(Tensor.clone)
 
     def on_host(self) -> Report:
         """A copy on the host; waits for the GPU."""
-        total, norm = (None if x is None else x.cpu() for x in self.scalars())
-        load = {chunk: x.cpu() for chunk, x in self.load.items()}
-        outputs = {value: x.cpu() for value, x in self.outputs.items()}
-        returned = {place: x.cpu() for place, x in self.returned.items()}
-        return replace(
-            self, total=total, norm=norm, load=load, outputs=outputs, returned=returned, ready=None
-        )
+        self.scalars()
+        return replace(self._with_tensors(Tensor.cpu), ready=None)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> Report:
+        """The same with each tensor changed."""
+        names = ("total", "norm", "load", "outputs", "returned")
+        parts = {name: tree_map_only(Tensor, change, getattr(self, name)) for name in names}
+        return replace(self, **parts)
 
     def at_clock(self, ahead: float) -> Report:
         """The same with times on a reference clock; this machine's clock is ``ahead`` seconds ahead
         of it."""
-        return replace(
-            self,
-            measured={
-                d: tuple(x._replace(start=x.start - ahead, end=x.end - ahead) for x in row)
-                for d, row in self.measured.items()
-            },
-            kernels={
-                d: tuple(x._replace(start=x.start - ahead, end=x.end - ahead) for x in row)
-                for d, row in self.kernels.items()
-            },
-        )
+        measured, kernels = _earlier(self.measured, ahead), _earlier(self.kernels, ahead)
+        return replace(self, measured=measured, kernels=kernels)
 
     @staticmethod
     def joined(reports: Sequence[Report]) -> Report:
@@ -107,6 +98,18 @@ class Report:
             kernels={d: row for report in reports for d, row in report.kernels.items()},
             alive={d: one for report in reports for d, one in report.alive.items()},
         )
+
+
+_Timed = TypeVar("_Timed", Measured, Kernel)
+
+
+def _earlier(
+    rows: Mapping[int, tuple[_Timed, ...]], seconds: float
+) -> dict[int, tuple[_Timed, ...]]:
+    return {
+        device: tuple(x._replace(start=x.start - seconds, end=x.end - seconds) for x in row)
+        for device, row in rows.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,6 @@ class StepGraph:
         self._report: Report | None = None
         self._settings: Any = None
 
-    def forget(self) -> None:
-        """Drop the capture: the state has been replaced."""
-        self._graph = self._report = None
-        self._given = []
-        self._usual = 0
-
     def run(self, given: DeviceBatches, settings: Any) -> Report:
         """Run one step; ``settings`` are the values that a capture fixes."""
         if self._graph is not None and settings != self._settings:

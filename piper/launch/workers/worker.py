@@ -137,7 +137,7 @@ class _Progress:
         loaded = self._device.loaded
         if self._known != (loaded, len(loaded.plans)):
             self._known = loaded, len(loaded.plans)
-            loaded.show_progress_in(self._at)
+            loaded.executor.at = self._at
             names = [[x.name for x in plan.instructions] for plan in loaded.plans]
             self._names.write_bytes(dumped(names))
 

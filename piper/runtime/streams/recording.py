@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
@@ -33,14 +33,14 @@ class Measured(NamedTuple):
 class Recorder:
     """Timings of one device's instructions since the last ``take``."""
 
-    def __init__(self, device: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, device: int, now: Callable[[], Any] = time.monotonic) -> None:
         self._device = device
         self._now = now
-        self._found: list[Measured] = []
+        self._found: list[tuple[int, Any, Any]] = []
 
     def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
         """``execute``, timed."""
-        now, measured = self._now, self._found
+        now, found = self._now, self._found
         label = range_name(self._device, pc)
 
         def timed() -> Pending | None:
@@ -48,12 +48,11 @@ class Recorder:
             with record_function(label):
                 begun = execute()
             if begun is None:
-                measured.append(Measured(pc, start, now()))
+                found.append((pc, start, now()))
                 return None
 
             def over() -> None:
-                first, last = begun.span or (start, now())
-                measured.append(Measured(pc, first, last))
+                found.append((pc, *(begun.span or (start, now()))))
 
             return begun.then(over)
 
@@ -61,9 +60,14 @@ class Recorder:
 
     def take(self) -> tuple[Measured, ...]:
         """All timings since the last call, in the order of the plan."""
-        measured = tuple(sorted(self._found))
+        rows = (Measured(pc, *map(self._seconds, times)) for pc, *times in self._found)
+        measured = tuple(sorted(rows))
         self._found.clear()
         return measured
+
+    def _seconds(self, moment: Any) -> float:
+        seconds: float = moment
+        return seconds
 
 
 class CudaRecorder(Recorder):
@@ -71,44 +75,19 @@ class CudaRecorder(Recorder):
     one."""
 
     def __init__(self, device: int, where: torch.device) -> None:
-        super().__init__(device)
-        self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        super().__init__(device, _event)
         self._where = where
         torch.cuda.synchronize(where)
         self._base = _event()
         torch.cuda.synchronize(where)
         self._base_time = time.monotonic()
 
-    def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
-        """``execute``, timed."""
-        events = self._events
-        label = range_name(self._device, pc)
-
-        def timed() -> Pending | None:
-            start = _event()
-            with record_function(label):
-                begun = execute()
-            if begun is None:
-                events.append((pc, start, _event()))
-                return None
-            return begun.then(lambda: events.append((pc, start, _event())))
-
-        return timed
-
     def take(self) -> tuple[Measured, ...]:
-        """All timings since the last call, in the order of the plan."""
         torch.cuda.synchronize(self._where)
-        base, first = self._base, self._base_time
-        measured = [
-            Measured(
-                pc,
-                first + base.elapsed_time(start) / 1e3,
-                first + base.elapsed_time(end) / 1e3,
-            )
-            for pc, start, end in self._events
-        ]
-        self._events.clear()
-        return tuple(sorted(measured))
+        return super().take()
+
+    def _seconds(self, moment: Any) -> float:
+        return self._base_time + self._base.elapsed_time(moment) / 1e3
 
 
 def recorder_for(device: int, where: torch.device) -> Recorder:

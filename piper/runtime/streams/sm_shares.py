@@ -8,7 +8,7 @@ assigns SMs in units, 8 on Hopper, so a number is rounded up to whole units.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -157,8 +157,4 @@ class _Driver:
                 f"stream(..., sms=): the CUDA driver refused {name} with {text.decode()}: "
                 "leave sms out"
             )
-        return _single(results)
-
-
-def _single(results: Sequence[Any]) -> Any:
-    return results[0] if len(results) == 1 else results
+        return results[0] if len(results) == 1 else results

@@ -118,9 +118,7 @@ class CudaStreams(Streams):
             stream.wait_stream(self.caller)
 
     def finish(self, reporting: Collection[str] = ()) -> torch.cuda.Event | None:
-        if (
-            torch.cuda.is_current_stream_capturing()
-        ):  # a capture must end on the stream where it began
+        if torch.cuda.is_current_stream_capturing():  # it must end on the stream where it began
             reporting = ()
         for name, stream in self._streams.items():
             if name not in reporting:

@@ -90,10 +90,7 @@ class DeviceState:
                     self.views[name] = held.layout.view(held.flat, name)
         self.bucket_of = {n: i for i, h in self.held.items() for n in h.layout.bucket.parameters}
         self.buffers: dict[str, Tensor] = {}
-        buffers = buffers_of(
-            (given.plan, given.code), (given.evaluation_plan, given.evaluation_code)
-        )
-        for name, spec in buffers.items():
+        for name, spec in buffers_of(*given.steps).items():
             if fetch is None:
                 self.buffers[name] = spec.empty(where)
             else:
