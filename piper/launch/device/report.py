@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils import _pytree as pytree
 
 from piper.base.tracking import Alive
 from piper.runtime.streams.kernels import Kernel
@@ -76,7 +76,7 @@ class Report:
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> Report:
         """The same with each tensor changed."""
         names = ("total", "norm", "load", "outputs", "returned")
-        parts = {name: tree_map_only(Tensor, change, getattr(self, name)) for name in names}
+        parts = {name: pytree.tree_map_only(Tensor, change, getattr(self, name)) for name in names}
         return replace(self, **parts)
 
     def at_clock(self, ahead: float) -> Report:
