@@ -75,6 +75,29 @@ def test_peft_loads_the_adapter(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in read.items())
 
 
+def test_a_frozen_base_keeps_its_dtype() -> None:
+    """As with QLoRA: bf16 weights that are not trained, and adapters in fp32."""
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            parameter.data = parameter.data.bfloat16()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    x = torch.randn(4, 4, dtype=torch.bfloat16)
+    program = piper.compile(
+        model, piper.strategies.mesh(dp=2, zero=2), inputs=(x,), targets=(x,),
+        loss=lambda output, target: F.mse_loss(output.float(), target.float()),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+    )  # fmt: skip
+    with piper.launch(program) as trainer:
+        trainer.step(x, x)
+        trainer.step(x, x)
+        state, made = trainer.state_dict(), trainer.model().state_dict()
+    for name, tensor in state.items():
+        assert (tensor.dtype, made[name].dtype) == (before[name].dtype, before[name].dtype)
+        assert torch.equal(tensor, made[name])
+        assert torch.equal(tensor, before[name]) == ("lora" not in name)
+
+
 @pytest.mark.slow
 def test_transformers_loads_adapters_that_it_added(tmp_path: Path) -> None:
     made("Llama").save_pretrained(tmp_path / "base")

@@ -27,6 +27,7 @@ from piper.state.checkpoint.hf_export import PRETRAINED, lay_out
 from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.checkpoint.tensor_files import Writer
 from piper.state.weights.matching import pretrained_part
+from piper.state.weights.source import Source
 
 
 def export(
@@ -81,11 +82,16 @@ def _export_adapter(
     group.once(write)
 
 
+def given_source(program: Program) -> Source:
+    """Where the weights of ``program`` come from; refused if it was loaded without."""
+    if program.source is None:
+        raise PiperError("this program was loaded without its model: give source= to Program.load")
+    return program.source
+
+
 def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Slice]:
     """Every tensor of the model once, under its first name."""
-    source = program.source
-    if source is None:
-        raise PiperError("this program was loaded without its model: give source= to Program.load")
+    source = given_source(program)
     known = {**dict(source.parameters()), **dict(source.buffers())}
     prefix, _ = pretrained_part(source.model)
     tensors = {}

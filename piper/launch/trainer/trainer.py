@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from piper.base.errors import PiperError
@@ -29,7 +29,7 @@ from piper.launch.evaluation.held_out import HeldOut
 from piper.launch.evaluation.pieces import EvaluationSums, RowPiece, RowPieces
 from piper.launch.loggers.callback import checked_callbacks
 from piper.launch.state.background_saves import BackgroundSave, PendingSave
-from piper.launch.state.export_model import export
+from piper.launch.state.export_model import export, given_source
 from piper.launch.state.saving import load, save, tensor_of, whole_state
 from piper.launch.state.switch import Change, changes_named, switch
 from piper.launch.trainer.batch_shapes import BatchShapes
@@ -335,6 +335,16 @@ class Trainer:
             state = whole_state(self.program, running.export(self._whole), self._rest)
         source = self.program.source
         return state if source is None else self.program.names.with_added(source, state)
+
+    def model(self) -> nn.Module:
+        """A copy of the model with the present weights, on the CPU and in evaluation mode, as for
+        ``generate`` while training."""
+        source = given_source(self.program)
+        with self._undisturbed():
+            find = tensor_of(self.program, running.export(self._whole), self._rest)
+            known = dict((*source.parameters(), *source.buffers()))
+            tensors = {name: find(name).to(own.dtype) for name, own in known.items()}
+            return source.with_tensors(tensors).model.eval()
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters and buffers of ``state_dict``, a few at a time: no device ever holds the

@@ -7,7 +7,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,19 @@ class Source:
         for prefix, module in self.roots():
             for name, buffer in module.named_buffers():
                 yield prefix + name, buffer
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Source:
+        """A copy whose parameters and buffers are ``tensors``, by their first names; tensors that
+        are tied stay so. The others are copied."""
+        memo: dict[int, Any] = {}
+        for name, parameter in self.parameters():
+            if name in tensors:
+                memo[id(parameter)] = nn.Parameter(tensors[name], parameter.requires_grad)
+        for name, buffer in self.buffers():
+            if name in tensors:
+                memo.setdefault(id(buffer), tensors[name])
+        model = copy.deepcopy(self.model, memo)
+        return replace(self, model=model, loss=copy.deepcopy(self.loss, memo))
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """The modules with state, each with the prefix of its names."""
@@ -174,16 +187,9 @@ class StateNames:
         copy of the modules with the tensors of ``state`` computes them."""
         if not self.added:
             return dict(state)
-        first = {self.keys[key]: tensor for key, tensor in state.items()}
-        memo: dict[int, Any] = {}
-        for name, parameter in source.parameters():
-            if name in first:
-                memo[id(parameter)] = nn.Parameter(first[name], parameter.requires_grad)
-        for name, buffer in source.buffers():
-            if name in first:
-                memo.setdefault(id(buffer), first[name])
+        made = source.with_tensors({self.keys[key]: tensor for key, tensor in state.items()})
         full: dict[str, Any] = {}
-        for prefix, module in source.roots():
-            for key, item in copy.deepcopy(module, memo).state_dict().items():
+        for prefix, module in made.roots():
+            for key, item in module.state_dict().items():
                 full[prefix + key] = state.get(prefix + key, item)
         return full
