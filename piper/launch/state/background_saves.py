@@ -9,42 +9,28 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from piper.base.errors import PiperError, warn
 from piper.launch.device.device import WorkerDevice
-from piper.launch.device.worker_group import Each, WorkerGroup, joined
-from piper.launch.state.saving import finish, prepare
-from piper.program.program import Program
+from piper.launch.device.worker_group import Each, WorkerGroup
+from piper.launch.state.saving import Save
 
 
 class BackgroundSave:
     """A checkpoint that is being written."""
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        program: Program,
-        path: str | Path,
-        rest: Mapping[str, Tensor],
-        *,
-        data: Any,
-        keep: int | None,
-    ) -> None:
+    def __init__(self, group: WorkerGroup, one: Save) -> None:
         """Like ``saving.save``, but returns before the checkpoint is written."""
         self._group = group
-        self._staged = prepare(group, path, keep)
-        self._finish = program, dict(rest), copy.deepcopy(data), keep
-        plans = Each(lambda device: program.saving.plan_of(device))
-        group.call(WorkerDevice.begin_part, self._staged.folder, plans)
+        self._save = replace(one, rest=dict(one.rest), data=copy.deepcopy(one.data))
+        plans = Each(lambda device: one.program.saving.plan_of(device))
+        group.call(WorkerDevice.begin_part, one.staged.folder, plans)
 
     @property
     def target(self) -> Path:
-        return self._staged.target
+        return self._save.staged.target
 
     @property
     def takes_others(self) -> bool:
@@ -58,11 +44,7 @@ class BackgroundSave:
         written = all(group.call(WorkerDevice.part_is_written))
         if not wait and group.largest(int(not written)):
             return False
-        program, rest, data, keep = self._finish
-        parts = group.call(WorkerDevice.written_part)
-        group.once(
-            lambda rows: finish(program, self._staged, joined(rows), rest, data, keep), parts
-        )
+        self._save.finish(group, group.call(WorkerDevice.written_part))
         return True
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,68 +78,62 @@ def accepted(parts: Iterable[T | Refusal]) -> list[T]:
 # folders
 
 
-def save(
-    group: WorkerGroup,
-    program: Program,
-    path: str | Path,
-    rest: Mapping[str, Tensor],
-    *,
-    data: Any = None,
-    keep: int | None = None,
-) -> None:
-    """Write a checkpoint. ``rest`` are model tensors that no device holds, if they no longer have
-    their initial values; ``data`` is the position in the training data."""
-    staged = prepare(group, path, keep)
-    try:
-        parts = group.call(WorkerDevice.write_part, staged.folder)
-    except BaseException:
-        staged.discard()
-        raise
-    group.once(lambda rows: finish(program, staged, joined(rows), rest, data, keep), parts)
-
-
 def prepare(group: WorkerGroup, path: str | Path, keep: int | None) -> Staged:
     """Check the arguments of a save, and stage the folder to write to."""
     target = _absolute(path)
-    _check_keep(target, keep)
+    if keep is not None:
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            raise PiperError(f"keep={keep!r} must be a whole number from 1 on, or None to keep all")
+        numbered(target)
     return group.once(lambda: stage(target, CHECKPOINT))
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A checkpoint to which the devices write their parts."""
+
+    program: Program
+    staged: Staged
+    rest: Mapping[str, Tensor]
+    """Model tensors that no device holds, if they no longer have their initial values."""
+    data: Any
+    """The position in the training data."""
+    keep: int | None
+
+    def finish(self, group: WorkerGroup, parts: Sequence[Part | Refusal]) -> None:
+        """Commit the checkpoint, after all devices have written their ``parts``."""
+        group.once(lambda rows: self._commit(joined(rows)), parts)
+
+    def _commit(self, parts: Sequence[Part | Refusal]) -> None:
+        staged, folder = self.staged, self.staged.folder
+        with staged.failing():
+            good = accepted(parts)
+            good.append(_write_rest(self.program, folder, good, self.rest))
+            if absent := [p.file for p in good if p.facts and not (folder / p.file).exists()]:
+                raise PiperError(
+                    f"{absent[0]} was written on another machine: all machines must share the "
+                    "folder"
+                )
+            index = index_of(self.program, good, self.data, staged.named)
+            (folder / INDEX).write_bytes(index.to_bytes())
+            staged.commit()
+        if self.keep is not None:
+            keep_last(staged.target, self.keep)
+
+
+def save(group: WorkerGroup, one: Save) -> None:
+    """Write a checkpoint."""
+    try:
+        parts = group.call(WorkerDevice.write_part, one.staged.folder)
+    except BaseException:
+        one.staged.discard()
+        raise
+    one.finish(group, parts)
 
 
 def _absolute(path: str | Path) -> Path:
     """``path`` as an absolute path: workers may have another working directory."""
     return Path(os.path.abspath(path))
-
-
-def _check_keep(target: Path, keep: int | None) -> None:
-    if keep is None:
-        return
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-        raise PiperError(f"keep={keep!r} must be a whole number from 1 on, or None to keep all")
-    numbered(target)
-
-
-def finish(
-    program: Program,
-    staged: Staged,
-    parts: Sequence[Part | Refusal],
-    rest: Mapping[str, Tensor],
-    data: Any,
-    keep: int | None,
-) -> None:
-    """Commit the checkpoint, after all devices have written their parts."""
-    folder = staged.folder
-    with staged.failing():
-        good = accepted(parts)
-        good.append(_write_rest(program, folder, good, rest))
-        if absent := [p.file for p in good if p.facts and not (folder / p.file).exists()]:
-            raise PiperError(
-                f"{absent[0]} was written on another machine: all machines must share the folder"
-            )
-        index = index_of(program, good, data, staged.named)
-        (folder / INDEX).write_bytes(index.to_bytes())
-        staged.commit()
-    if keep is not None:
-        keep_last(staged.target, keep)
 
 
 def _write_rest(

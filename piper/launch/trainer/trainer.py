@@ -30,7 +30,7 @@ from piper.launch.evaluation.pieces import EvaluationSums, RowPiece, RowPieces
 from piper.launch.loggers.callback import checked_callbacks
 from piper.launch.state.background_saves import BackgroundSave, PendingSave
 from piper.launch.state.export_model import export, given_source
-from piper.launch.state.saving import load, save, tensor_of, whole_state
+from piper.launch.state.saving import Save, load, prepare, save, tensor_of, whole_state
 from piper.launch.state.switch import Change, changes_named, switch
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import (
@@ -309,11 +309,12 @@ class Trainer:
         """``save``, with the position in the data."""
         with self._undisturbed():
             self.settle_save()
-            given = self._whole, self.program, path, self._rest
+            group = self._whole
+            one = Save(self.program, prepare(group, path, keep), self._rest, data, keep)
             if background:
-                self._saving.begin(BackgroundSave(*given, data=data, keep=keep))
+                self._saving.begin(BackgroundSave(group, one))
             else:
-                save(*given, data=data, keep=keep)
+                save(group, one)
 
     def settle_save(self, *, wait: bool = True) -> None:
         """Finish a background save, if there is one and, unless ``wait``, if it is written; raises
