@@ -82,44 +82,19 @@ class Eager:
 
 
 _ATEN = torch.ops.aten
+_SAME_NAME = (
+    "add.Scalar add.Tensor addmm.default bmm.default cat.default clone.default cumsum.default "
+    "div.Scalar div.Tensor embedding.default eq.Tensor exp.default gather.default "
+    "index_add.default index_select.default mean.dim mm.default mul.Scalar mul.Tensor "
+    "native_layer_norm.default neg.default permute.default pow.Tensor_Scalar relu.default "
+    "rsqrt.default scatter.src select.int sigmoid.default split_with_sizes.default squeeze.dim "
+    "sub.Tensor sum.dim_IntList t.default tanh.default transpose.int unsqueeze.default where.self"
+)
 _DIRECT: Mapping[object, Callable[..., Any]] = {
-    _ATEN.add.Scalar: torch.add,
-    _ATEN.add.Tensor: torch.add,
-    _ATEN.addmm.default: torch.addmm,
-    _ATEN.bmm.default: torch.bmm,
-    _ATEN.cat.default: torch.cat,
-    _ATEN.clone.default: torch.clone,
-    _ATEN.cumsum.default: torch.cumsum,
-    _ATEN.div.Scalar: torch.div,
-    _ATEN.div.Tensor: torch.div,
-    _ATEN.embedding.default: torch.embedding,
-    _ATEN.eq.Tensor: torch.eq,
-    _ATEN.exp.default: torch.exp,
-    _ATEN.gather.default: torch.gather,
-    _ATEN.index_add.default: torch.index_add,
-    _ATEN.index_select.default: torch.index_select,
-    _ATEN.mean.dim: torch.mean,
-    _ATEN.mm.default: torch.mm,
-    _ATEN.mul.Scalar: torch.mul,
-    _ATEN.mul.Tensor: torch.mul,
-    _ATEN.native_layer_norm.default: torch.native_layer_norm,
-    _ATEN.neg.default: torch.neg,
-    _ATEN.permute.default: torch.permute,
-    _ATEN.pow.Tensor_Scalar: torch.pow,
-    _ATEN.relu.default: torch.relu,
-    _ATEN.rsqrt.default: torch.rsqrt,
-    _ATEN.scatter.src: torch.scatter,
-    _ATEN.select.int: torch.select,
-    _ATEN.sigmoid.default: torch.sigmoid,
-    _ATEN.split_with_sizes.default: torch.split_with_sizes,
-    _ATEN.squeeze.dim: torch.squeeze,
-    _ATEN.sub.Tensor: torch.sub,
-    _ATEN.sum.dim_IntList: torch.sum,
-    _ATEN.t.default: torch.t,
-    _ATEN.tanh.default: torch.tanh,
-    _ATEN.transpose.int: torch.transpose,
-    _ATEN.unsqueeze.default: torch.unsqueeze,
-    _ATEN.where.self: torch.where,
+    **{
+        getattr(getattr(_ATEN, name), overload): getattr(torch, name)
+        for name, overload in (op.split(".") for op in _SAME_NAME.split())
+    },
     # Real tensors may have other strides than the traced fake tensors (gradients of batch norm and
     # of attention do): reshape copies where a view is not possible.
     _ATEN._unsafe_view.default: torch.reshape,
