@@ -205,7 +205,12 @@ def _index(file: _File) -> Index:
     for table, tensors in parts.items():
         with within(table):
             tables[table] = {n: _tensor(table, n, x, file.files) for n, x in tensors.items()}
-    _refuse_overlaps(tables, file.files)
+    held = {name: [(0, facts.header, "the header")] for name, facts in file.files.items()}
+    for one in all_slices(tables):
+        held[one.location.file].append((one.location.offset, one.nbytes, one.text))
+    for name, extents in held.items():
+        with within(name):
+            refuse_overlaps(extents)
     for group in file.groups:
         if "params" in {*from_json(group.settings), *from_json(group.schedule)}:
             raise MalformedError("groups: settings have no params")
@@ -248,13 +253,3 @@ def _slice(place: int, item: _SliceFile, of: Slice, files: Mapping[str, FileFact
     if item.offset + one.nbytes > files[item.file].bytes:
         raise MalformedError(f"slices[{place}]: {item.file} is shorter than that")
     return one
-
-
-def _refuse_overlaps(tables: Tables, files: Mapping[str, FileFacts]) -> None:
-    """Refuse slices that share bytes with each other or with a file's header."""
-    held = {file: [(0, facts.header, "the header")] for file, facts in files.items()}
-    for one in all_slices(tables):
-        held[one.location.file].append((one.location.offset, one.nbytes, one.text))
-    for file, extents in held.items():
-        with within(file):
-            refuse_overlaps(extents)

@@ -25,7 +25,7 @@ from torch import Tensor
 from piper.base.codec import ArrayRecord, Count
 from piper.base.errors import PiperError
 from piper.base.reading import MalformedError, open_file, wrong
-from piper.state.checkpoint.boxes import row_major
+from piper.state.checkpoint.boxes import Box, row_major
 from piper.state.checkpoint.slices import Location, Slice, covered
 
 BLOCK = 4 * 2**20
@@ -124,15 +124,10 @@ def memory_of(x: Tensor) -> memoryview:
 def pieces_in_order(x: Tensor) -> Iterator[Tensor]:
     """``x`` in pieces that are small enough to copy, in row-major order. A contiguous CPU tensor is
     one piece: it needs no copy."""
-    if not x.numel():
-        return
-    copied = x.device.type != "cpu" or not x.is_contiguous()
-    if not copied or x.nbytes <= BLOCK:
-        yield x
-        return
-    dim = next(i for i, n in enumerate(x.shape) if n > 1)
-    for part in x.chunk(min(x.shape[dim], -(-x.nbytes // BLOCK)), dim):
-        yield from pieces_in_order(part)
+    if x.numel():
+        copied = x.device.type != "cpu" or not x.is_contiguous()
+        most = BLOCK // x.dtype.itemsize if copied else x.numel()
+        yield from (box.of(x) for box in Box.whole(x.shape).cut(most))
 
 
 class Writer:

@@ -36,10 +36,6 @@ class HeldBucket:
     groups: list[list[nn.Parameter]] = field(default_factory=list)
     """``trained``, by the optimizer's parameter groups."""
 
-    @property
-    def is_copy(self) -> bool:
-        return self.layout.bucket.gradient != self.layout.bucket.dtype
-
     def parameter(self, part: Fragment) -> Iterator[Slice]:
         """Slices of a fragment or of a part of it, in ``updated``."""
         return self.layout.slices(MODEL, part, self.updated[part.start : part.stop])
@@ -57,7 +53,7 @@ class HeldBucket:
 
     def publish(self) -> None:
         """Copy the master copy, if there is one, to this device's part of ``flat``."""
-        if self.is_copy:
+        if self.layout.bucket.gradient != self.layout.bucket.dtype:
             low, high = (0, self.layout.share) if self.layout.scattered else self.layout.mine
             self.flat[low:high].copy_(self.updated)
 

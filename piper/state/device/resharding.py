@@ -93,17 +93,14 @@ def parcels(index: Index, wants: Mapping[int, Sequence[Slice]], me: int) -> list
         for (source, to), moves in pairs.items()
         for tag, run in enumerate(runs(moves, lambda move: _room(move[1]), files.BLOCK))
     ]
-    places = {device: i for i, device in enumerate(sorted({*wants, *_givers(index)}))}
+    givers = {int(one.location.file) for one in all_slices(index.tables)}
+    places = {device: i for i, device in enumerate(sorted({*wants, *givers}))}
 
     def turn(parcel: Parcel) -> tuple[int, int, int]:
         rounds = (places[parcel.to] - places[parcel.source]) % len(places)
         return rounds, parcel.tag, parcel.source
 
     return sorted(mine, key=turn)
-
-
-def _givers(index: Index) -> set[int]:
-    return {int(one.location.file) for one in all_slices(index.tables)}
 
 
 def _room(one: Slice) -> int:
