@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
 from piper.capture.operators.grouped_mm import working_memory
+from piper.ir.grouped import grouped
 from piper.ir.tensors import TensorSpec
 
 
@@ -144,9 +145,7 @@ def workspace(
     for node in graph.nodes:
         for arg in node.all_input_nodes:
             last[base_of(arg)] = node
-    dying: dict[fx.Node, list[fx.Node]] = {}
-    for base, node in last.items():
-        dying.setdefault(node, []).append(base)
+    dying = grouped((node, base) for base, node in last.items())
     size = {node: TensorSpec.of(node.meta["val"]).nbytes for node in given}
     held = peak = kept = 0
     for node in graph.nodes:

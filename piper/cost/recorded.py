@@ -21,6 +21,7 @@ from piper.base.errors import PiperError
 from piper.base.paths import write_file
 from piper.base.reading import MalformedError, file_bytes, parsed
 from piper.cost.tasks import Task, Work
+from piper.ir.grouped import grouped
 from piper.ir.ops import Group
 from piper.ir.passes import Pass
 
@@ -68,12 +69,8 @@ class Recorded:
     ) -> Recorded:
         """From single measurements: for a pass its operations and seconds, for a communication its
         kind, members, bytes and seconds. Takes the median, which is robust to outliers."""
-        works: dict[tuple[Work, int], list[float]] = {}
-        for work, flops, seconds in passes:
-            works.setdefault((work, flops), []).append(seconds)
-        moves: dict[tuple[str, int, int], list[float]] = {}
-        for kind, members, nbytes, seconds in moved:
-            moves.setdefault((kind, members, nbytes), []).append(seconds)
+        works = grouped(((work, flops), seconds) for work, flops, seconds in passes)
+        moves = grouped(((kind, n, nbytes), seconds) for kind, n, nbytes, seconds in moved)
         return Recorded(
             tuple(Timed(*key, statistics.median(times)) for key, times in works.items()),
             tuple(Moved(*key, statistics.median(times)) for key, times in sorted(moves.items())),
@@ -85,18 +82,13 @@ class Recorded:
 
     @cached_property
     def _by_chunk(self) -> Mapping[tuple[int, str, Pass], Sequence[Timed]]:
-        chunks: dict[tuple[int, str, Pass], list[Timed]] = {}
-        for timed in self.passes:
-            work = timed.work
-            chunks.setdefault((work.chunk, work.region, work.which), []).append(timed)
-        return chunks
+        works = ((timed.work, timed) for timed in self.passes)
+        return grouped(((work.chunk, work.region, work.which), x) for work, x in works)
 
     @cached_property
     def _by_kind(self) -> Mapping[tuple[str, int], Sequence[Moved]]:
-        kinds: dict[tuple[str, int], list[Moved]] = {}
-        for moved in self.moved:
-            kinds.setdefault((moved.kind, moved.members), []).append(moved)
-        return {key: sorted(row, key=lambda moved: moved.nbytes) for key, row in kinds.items()}
+        moves = sorted(self.moved, key=lambda moved: moved.nbytes)
+        return grouped(((moved.kind, moved.members), moved) for moved in moves)
 
     def pass_seconds(self, work: Work, flops: int) -> float | None:
         """Seconds of a pass; None if no similar pass was measured."""

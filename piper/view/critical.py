@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from piper.ir.grouped import grouped
 from piper.ir.plan.instructions import COMMUNICATING
 from piper.ir.plan.plan import Plan
 from piper.view.runs import Spans
@@ -20,12 +21,12 @@ PathStep = tuple[int, int]
 def critical(plans: Sequence[Plan], spans: Sequence[Spans]) -> set[PathStep]:
     """The steps on the path; ``plans`` and ``spans`` have one entry per device."""
     before = [_before(plan, one) for plan, one in zip(plans, spans, strict=True)]
-    participants: dict[int, list[PathStep]] = {}
-    for device, (plan, one) in enumerate(zip(plans, spans, strict=True)):
-        for i, pc in enumerate(one.pcs):
-            x = plan.instructions[pc]
-            if x.verb in COMMUNICATING:
-                participants.setdefault(x.node, []).append((device, i))
+    participants = grouped(
+        (x.node, (device, i))
+        for device, (plan, one) in enumerate(zip(plans, spans, strict=True))
+        for i, x in enumerate(plan.instructions[pc] for pc in one.pcs)
+        if x.verb in COMMUNICATING
+    )
     every = [(one.end[i], d, i) for d, one in enumerate(spans) for i in range(len(one.pcs))]
     if not every:
         return set()

@@ -33,6 +33,7 @@ from piper.capture.operators.grouped_mm import (
 )
 from piper.capture.regions import Region, tags_of, with_tags
 from piper.capture.trace.export import Exported
+from piper.ir.grouped import grouped
 from piper.ir.shards import SortedRows
 
 aten = torch.ops.aten
@@ -53,12 +54,8 @@ def narrow_expert_regions(exported: Exported) -> frozenset[Region]:
 
 def _by_region(exported: Exported, targets: Collection[object]) -> dict[Region, list[fx.Node]]:
     """Calls of these operators by their innermost region."""
-    calls: dict[Region, list[fx.Node]] = {}
-    for node in exported.graph.nodes:
-        stack = tags_of(node.meta) if node.target in targets else ()
-        if stack:
-            calls.setdefault(stack[-1], []).append(node)
-    return calls
+    calls = [node for node in exported.graph.nodes if node.target in targets]
+    return grouped((stack[-1], node) for node in calls if (stack := tags_of(node.meta)))
 
 
 def sorted_rows(body: Body) -> SortedRows | None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from piper.cost.cluster import Cluster
 from piper.cost.link_time import Way
 from piper.ir.equal_numbers import EqualNumbers
+from piper.ir.grouped import grouped
 from piper.ir.ops import Collective, Group, Transfer
 from piper.ir.plan.instances import Participants, instances, members
 from piper.ir.plan.instructions import Instruction, Verb
@@ -125,10 +126,8 @@ def timing_classes(
         if len(set(finer.values())) == len(set(colour.values())):
             break
         colour = finer
-    members: dict[int, list[int]] = {}
-    for device in sorted(plan_of):
-        members.setdefault(colour[device], []).append(device)
-    classes = tuple(TimingClass(tuple(ds), plan_of[ds[0]]) for ds in members.values())
+    same = grouped((colour[device], device) for device in sorted(plan_of)).values()
+    classes = tuple(TimingClass(tuple(devices), plan_of[devices[0]]) for devices in same)
     return TimingClasses(classes, patterns)
 
 

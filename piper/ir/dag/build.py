@@ -3,7 +3,6 @@ where regions are cut into segments, the DAG of these from that of the regions."
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -11,6 +10,7 @@ from typing import TypeVar
 from piper.ir.dag.dag import PASS, Dag, Node
 from piper.ir.dag.facts import ChunkFacts, Model
 from piper.ir.dag.values import ValueTable
+from piper.ir.grouped import grouped
 from piper.ir.ops import Compute
 from piper.ir.passes import Pass
 
@@ -36,9 +36,7 @@ def of_segments(regions: Dag, model: Model, origin: Sequence[int]) -> Dag:
     model cut into segments. ``origin`` gives, for each segment, the chunk it is cut from: it is
     placed, split and ruled like this."""
     table = ValueTable(model)
-    segments: defaultdict[int, list[int]] = defaultdict(list)
-    for segment, chunk in enumerate(origin):
-        segments[chunk].append(segment)
+    segments = grouped((chunk, segment) for segment, chunk in enumerate(origin))
 
     def ruled(rules: Mapping[int, R]) -> dict[int, R]:
         return {segment: rules[of] for segment, of in enumerate(origin) if of in rules}

@@ -31,6 +31,7 @@ from piper.base.errors import PiperError
 from piper.base.reading import DTYPES, cut, shown
 from piper.ir.collectives import COLLECTIVES, Placement
 from piper.ir.dag.values import Content
+from piper.ir.grouped import grouped
 from piper.ir.ops import Add, Collective, Compute, Copy, Op, Select, Transfer, Update
 from piper.ir.passes import Pass
 from piper.ir.plan.instructions import (
@@ -61,9 +62,7 @@ _PLACEMENTS: Mapping[str, Placement] = {
 def text(plan: PlanParts) -> str:
     """The plan as text, for people and for ``parse``."""
     lines = [_HEAD + _numbers(plan.devices)]
-    same: dict[Slot, list[int]] = {}
-    for number, slot in enumerate(plan.slots):
-        same.setdefault(slot, []).append(number)
+    same = grouped((slot, number) for number, slot in enumerate(plan.slots))
     lines += [f"slots {_numbers(row)}: {_slot(slot)}" for slot, row in same.items()]
     lines += [f"given s{s}: {v} of MB {m} on {_rows(on)}" for s, v, m, on in plan.given]
     lines += [f"seed s{s}: {v} on one of {n}, 1/{parts}" for s, v, n, parts in plan.seeds]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.values import Content, Role
+from piper.ir.grouped import grouped
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 
 _Side = tuple[Group, int, tuple[tuple[int, int], ...]]
@@ -63,9 +64,7 @@ def rank_classes(dag: Dag) -> RankClasses:
                 for stride, ways in alike:
                     role -= role // stride % ways * stride
                 marks[device].append((number, side, min(role, 1) if len(sides) == 1 else role))
-    same: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
-    for device in sorted(marks):
-        same.setdefault(tuple(marks[device]), []).append(device)
+    same = grouped((tuple(marks[device]), device) for device in sorted(marks))
     members = tuple(tuple(devices) for devices in same.values())
     return RankClasses({d: i for i, devices in enumerate(members) for d in devices}, members)
 

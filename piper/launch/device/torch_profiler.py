@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 from torch.profiler import record_function
 
+from piper.ir.grouped import grouped
 from piper.launch.device.report import ProfileKind, Report
-from piper.runtime.streams.kernels import Kernel, kernels_of
+from piper.runtime.streams.kernels import kernels_of
 from piper.runtime.streams.recording import range_name
 
 _MARKS = 5
@@ -37,9 +38,6 @@ def profiled(run: Callable[[], Report], what: ProfileKind, where: torch.device) 
         report = run()
     marks = {mark.pc: mark.start for mark in profile.ranges if mark.device == _NOBODY}
     ahead = statistics.median(marks[i] - moment for i, moment in enumerate(moments))
-    rows: dict[int, list[Kernel]] = {}
-    for kernel in profile.kernels:
-        if kernel.device != _NOBODY:
-            moved = kernel._replace(start=kernel.start - ahead, end=kernel.end - ahead)
-            rows.setdefault(kernel.device, []).append(moved)
+    moved = (x._replace(start=x.start - ahead, end=x.end - ahead) for x in profile.kernels)
+    rows = grouped((kernel.device, kernel) for kernel in moved if kernel.device != _NOBODY)
     return replace(report, kernels={device: tuple(row) for device, row in rows.items()})

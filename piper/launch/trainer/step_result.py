@@ -13,6 +13,7 @@ from piper.base.errors import PiperError
 from piper.capture.code.executables import ChunkSignature
 from piper.cost.presets import known_gpu
 from piper.cost.tasks import computed_in
+from piper.ir.grouped import grouped
 from piper.launch.device.report import Report
 from piper.program.program import Program
 
@@ -27,9 +28,7 @@ def _module(piece: ChunkSignature) -> str:
 
 def rows_by_value(returned: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:
     """The outputs with rows, by value, concatenated from the row blocks."""
-    blocks: dict[int, list[Tensor]] = {}
-    for (value, _), rows in sorted(returned.items(), key=lambda item: item[0]):
-        blocks.setdefault(value, []).append(rows.detach())
+    blocks = grouped((value, returned[value, i].detach()) for value, i in sorted(returned))
     return {
         value: torch.cat([rows.to(parts[0].device) for rows in parts])
         for value, parts in blocks.items()

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.values import Content, Extra, Role
+from piper.ir.grouped import grouped
 from piper.ir.ops import Add
 from piper.lower.rewriter import Rewriter
 
@@ -40,9 +41,8 @@ def add_up(dag: Dag) -> Dag:
 
 def _sum(dag: Dag, out: Rewriter, value: int, microbatch: int) -> int:
     """The sum of all terms of the gradient of ``value``."""
-    readers: dict[int, list[int]] = {}
-    for term in dag.table.terms[value]:
-        readers.setdefault(term.by, []).append(dag.table.number(term, microbatch))
+    table = dag.table
+    readers = grouped((x.by, table.number(x, microbatch)) for x in table.terms[value])
     (first,), *others = readers.values()
     total = first
     for chunk, terms in zip([*readers][1:], others, strict=True):

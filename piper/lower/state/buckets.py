@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Tags
 from piper.ir.dag.values import Content, Extra, Role, Value, parameters_of
+from piper.ir.grouped import grouped
 from piper.ir.layouts import BucketLayouts
 from piper.ir.ops import COMPUTE, Compute, Group, Op, Update
 from piper.ir.passes import Pass
@@ -246,8 +247,8 @@ def _detached_uses(dag: Dag, bucket: Bucket) -> list[int]:
 
 def _passes(dag: Dag, which: Pass) -> dict[int, list[int]]:
     """For each chunk, its nodes of one kind of pass."""
-    passes: defaultdict[int, list[int]] = defaultdict(list)
-    for number, node in enumerate(dag.nodes):
-        if isinstance(node.op, Compute) and node.op.which is which:
-            passes[node.op.chunk].append(number)
-    return passes
+    return grouped(
+        (node.op.chunk, number)
+        for number, node in enumerate(dag.nodes)
+        if isinstance(node.op, Compute) and node.op.which is which
+    )

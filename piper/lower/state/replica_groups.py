@@ -20,6 +20,7 @@ from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node, group_text, name_of, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.equal_numbers import EqualNumbers
+from piper.ir.grouped import grouped
 from piper.ir.ops import Compute, Group
 from piper.ir.rules import Bucket, ShardRule, StateRule, shard_numel
 from piper.lower.state.packing import in_a_row, packed
@@ -299,7 +300,5 @@ def _shard_groups(
 def _together(group: Group, places: Sequence[Group]) -> list[list[int]]:
     """The devices of ``group`` in runs: every place contains a run entirely or not at all."""
     members = [frozenset(place) for place in places]
-    runs: defaultdict[tuple[bool, ...], list[int]] = defaultdict(list)
-    for device in group:
-        runs[tuple(device in place for place in members)].append(device)
+    runs = grouped((tuple(device in place for place in members), device) for device in group)
     return list(runs.values())

@@ -9,10 +9,10 @@ gradients stay alive and the plan accounts for their memory.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.grouped import grouped
 from piper.ir.ops import Update
 
 
@@ -21,11 +21,8 @@ def step_at_once(dag: Dag) -> Dag:
     inputs."""
     updates = [(i, n.op.bucket) for i, n in enumerate(dag.nodes) if isinstance(n.op, Update)]
     updates.sort(key=lambda update: update[1])
-    of_device: defaultdict[int, list[int]] = defaultdict(list)
-    for number, _ in updates:
-        for device in dag.nodes[number].devices:
-            of_device[device].append(number)
-    rows = {tuple(row) for row in of_device.values()}
+    pairs = ((device, i) for i, _ in updates for device in dag.nodes[i].devices)
+    rows = {tuple(row) for row in grouped(pairs).values()}
     changed: dict[int, Node] = {}
     for *others, last in sorted(rows):
         node = changed.get(last, dag.nodes[last])

@@ -10,12 +10,12 @@ as memory allows.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from dataclasses import replace
 
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.values import Content, Extra
 from piper.ir.equal_numbers import EqualNumbers
+from piper.ir.grouped import grouped
 from piper.ir.layouts import BucketLayouts
 from piper.ir.ops import Collective, Compute, Group
 from piper.ir.passes import Pass
@@ -36,11 +36,8 @@ def add_gathers(dag: Dag, order: IssueOrder, ahead: int = AHEAD, *, stages: bool
     out = Rewriter(dag)
     gathers = _Gathers(dag)
     groups: EqualNumbers[Group] = EqualNumbers()
-    rows: defaultdict[int, list[int]] = defaultdict(list)
-    for number in order.order:
-        if isinstance(dag.nodes[number].op, Compute):
-            rows[groups.of(dag.nodes[number].devices)].append(number)
-    for row in rows.values():
+    passes = (n for n in order.order if isinstance(dag.nodes[n].op, Compute))
+    for row in grouped((groups.of(dag.nodes[n].devices), n) for n in passes).values():
         if any(_uses(dag, number, buckets) for number in row):
             _keep_order(out, row)  # the gathers are correct only for this order of passes
         uses = [(place, _uses(dag, number, buckets)) for place, number in enumerate(row)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 from piper.capture.chunk.expert_regions import sorted_rows
@@ -11,6 +10,7 @@ from piper.capture.model import Captured
 from piper.capture.shard.local_chunks import Sharding
 from piper.capture.shard.weight_shards import weight_shards
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.grouped import grouped
 from piper.ir.ops import Compute
 from piper.ir.rules import TensorRule
 from piper.ir.shards import ContextAttention, ParameterShard
@@ -44,10 +44,7 @@ def shardings_of(captured: Captured, dag: Dag) -> dict[int, tuple[Sharding, ...]
 
 def _routed(captured: Captured, dag: Dag) -> dict[int, tuple[Sharding, ...]]:
     """The axes along which experts on sorted rows get those of each device."""
-    nodes: defaultdict[int, list[Node]] = defaultdict(list)
-    for node in dag.nodes:
-        if isinstance(node.op, Compute):
-            nodes[node.op.chunk].append(node)
+    nodes = grouped((x.op.chunk, x) for x in dag.nodes if isinstance(x.op, Compute))
     makers = {v: chunk.index for chunk in captured.chunks for v in chunk.outputs}
     routed = {}
     for chunk in captured.chunks:

@@ -5,11 +5,11 @@ Every stream counts its finished communications.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
 import torch
 
+from piper.ir.grouped import grouped
 from piper.ir.plan.instructions import COMMUNICATING
 from piper.ir.plan.plan import Plan
 from piper.runtime.streams.signals import Signal
@@ -20,11 +20,9 @@ class Progress:
 
     def __init__(self, plan: Plan) -> None:
         self._streams = [x.stream for x in plan.instructions]
-        self._pcs: defaultdict[str, list[int]] = defaultdict(list)
+        rows = enumerate(plan.instructions)
+        self._pcs = grouped((x.stream, pc) for pc, x in rows if x.verb in COMMUNICATING)
         """By stream, the program counters of its communications."""
-        for pc, x in enumerate(plan.instructions):
-            if x.verb in COMMUNICATING:
-                self._pcs[x.stream].append(pc)
         self._signals = {name: Signal() for name in self._pcs}
         self._first = dict.fromkeys(self._signals, 0)
         """By stream, the signals sent before this run. The previous run may have ended in an error,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from piper.base.reading import MalformedError, file_bytes, open_file
+from piper.ir.grouped import grouped
 from piper.state.checkpoint.index import INDEX, Index
 from piper.state.checkpoint.slices import Slice, all_slices
 from piper.state.checkpoint.tensor_files import FileFacts, checksum
@@ -15,9 +16,7 @@ from piper.state.checkpoint.tensor_files import FileFacts, checksum
 
 def damage(folder: Path, index: Index, files: Sequence[str]) -> list[str]:
     """One text for each of ``files`` that is damaged: its name and the first difference found."""
-    held: dict[str, list[Slice]] = {}
-    for one in all_slices(index.tables):
-        held.setdefault(one.location.file, []).append(one)
+    held = grouped((one.location.file, one) for one in all_slices(index.tables))
     reasons = (_damage(folder, file, index.files[file], held.get(file, [])) for file in files)
     return [f"{file}: {why}" for file, why in zip(files, reasons, strict=True) if why is not None]
 

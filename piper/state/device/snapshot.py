@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from piper.base.handles import Handle
+from piper.ir.grouped import grouped
 from piper.state.checkpoint.index import Part
 
 _PIECE = 2**20
@@ -32,10 +33,8 @@ class Snapshot:
         """``part`` refers to the live state."""
         self._part: Part | None = part
         self._copies: list[Tensor | None] = [None] * len(part.slices)
-        self._left: dict[int | None, list[int]] = {}
+        self._left = grouped((bucket, i) for i, bucket in enumerate(part.buckets))
         """By bucket, the slices whose copy has not begun. None: buffers."""
-        for i, bucket in enumerate(part.buckets):
-            self._left.setdefault(bucket, []).append(i)
         self._all_begun = threading.Event()
         self._queue: deque[tuple[int | None, Tensor, Tensor]] = deque()
         """Pieces to copy: bucket, target and source."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from piper.base.errors import PiperError
 from piper.base.tracking import Tracker
+from piper.ir.grouped import grouped
 from piper.ir.rules import OptimizerCost
 from piper.state.optimizer.factory import (
     NamedParameters,
@@ -118,9 +119,8 @@ class Probe:
         self.settings = settings_by_name(given, optimizer)
         groups = [(x, group["params"]) for x in members_of(optimizer) for group in x.param_groups]
         group_of = {p: place for place, (_, group) in enumerate(groups) for p in group}
-        kinds: dict[tuple[int, int], list[Piece]] = {}
-        for piece, (_, p) in zip(small(trained), given, strict=True):
-            kinds.setdefault((group_of[p], p.ndim), []).append(piece)
+        rows = zip(small(trained), given, strict=True)
+        kinds = grouped(((group_of[p], p.ndim), piece) for piece, (_, p) in rows)
         self.kinds = [
             ParameterKind(tuple(pieces), needs_whole_tensors(groups[place][0]))
             for (place, _), pieces in kinds.items()

@@ -15,6 +15,7 @@ from torch import nn
 
 from piper.base.errors import PiperError
 from piper.capture.blame import LOSS_PREFIX
+from piper.ir.grouped import grouped
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.discover import stored_tensors
 from piper.state.checkpoint.slices import Slice
@@ -34,7 +35,7 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> dict[str, 
     used = set(names.added)
     missing = []
     shapes: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
-    for name, keys in _tied(names).items():
+    for name, keys in grouped((name, key) for key, name in names.keys.items()).items():
         written = [one for key in keys for one in _variants(key, source, names) if one in there]
         used.update(written)
         own = names.shapes[keys[0]]
@@ -58,14 +59,6 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> dict[str, 
         )  # fmt: skip
         raise PiperError(f"the weights in {files.path} are not this model's. {text}{advice}")
     return found
-
-
-def _tied(names: StateNames) -> dict[str, list[str]]:
-    """All state-dict keys of each tensor, by its first name."""
-    keys_by_name: dict[str, list[str]] = {}
-    for key, name in names.keys.items():
-        keys_by_name.setdefault(name, []).append(key)
-    return keys_by_name
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
