@@ -1390,6 +1390,7 @@ class _Checker:
         later: defaultdict[int, Counter[MemoryKind]] = defaultdict(Counter)
         """For each communication, the memory released when it ends."""
         for pc, x in enumerate(plan.instructions):
+            before = len(moments)
             for done in [p for p, end in over.items() if end == pc]:
                 ended = plan.instructions[done]
                 if extra := self._at_end(c, ended):
@@ -1405,7 +1406,7 @@ class _Checker:
             busy = held + Counter({MemoryKind.WORKSPACE: self._busy(c, x)})
             moments.append((busy.total(), pc, dict(busy)))
             self._check_temporaries(c, x)
-            during = held.total()
+            during = max(total for total, _, _ in moments[before:])
             for slot in x.frees:
                 live.remove(slot)
                 if x.content in (Content.LOAD, Content.OUTPUT) and slot in x.writes:

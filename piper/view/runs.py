@@ -19,15 +19,16 @@ class Spans:
     end: tuple[float, ...]
 
     def memory(self, over_time: Sequence[tuple[int, int]]) -> tuple[tuple[float, int], ...]:
-        """(seconds, bytes held from then on): an instruction allocates its outputs when it starts,
-        and its frees happen when it ends."""
+        """(seconds, bytes held from then on): an instruction allocates its outputs and workspace
+        when it starts, and its frees happen when it ends. The curve begins with the step, at the
+        bytes of the first instruction."""
         held: list[tuple[float, int]] = []
         now = 0.0
         for i, pc in enumerate(self.pcs):
-            beside, after = over_time[pc]
-            now = max(now, self.start[i])
-            held.append((now, beside))
-            if after != beside:
+            during, after = over_time[pc]
+            now = max(now, self.start[i]) if i else 0.0
+            held.append((now, during))
+            if after != during:
                 now = max(now, self.end[i])
                 held.append((now, after))
         return tuple(held)

@@ -181,7 +181,7 @@ def test_memory_over_time_has_the_predicted_peak() -> None:
     for plan, memory in zip(program.plans, program.memory, strict=True):
         curve = found.memory(plan.devices[0])
         assert [t for t, _ in curve] == sorted(t for t, _ in curve)
-        assert max(n for n, _ in memory.over_time) == max(n for _, n in curve) <= memory.peak
+        assert max(n for n, _ in memory.over_time) == max(n for _, n in curve) == memory.peak
     assert found.fits
     assert found.peak == max(memory.peak for memory in program.memory)
 

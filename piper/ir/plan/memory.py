@@ -24,8 +24,8 @@ class Memory:
     at_peak: Mapping[MemoryKind, int]
     """The peak by memory kind."""
     over_time: tuple[tuple[int, int], ...]
-    """For each instruction, bytes held before and after its frees; state included, its workspace
-    not."""
+    """For each instruction, the most bytes while it runs, and the bytes after its frees; state and
+    workspace included."""
 
     def __str__(self) -> str:
         parts = ", ".join(f"{h.value} {bytes_text(n)}" for h, n in self.at_peak.items() if n)

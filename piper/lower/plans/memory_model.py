@@ -47,9 +47,11 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
     released: defaultdict[int, list[int]] = defaultdict(list)
     """By communication, the freed slots that it holds until it ends."""
     for pc, x in enumerate(plan.instructions):
+        most = 0
         for other in x.ends:
             ended = plan.instructions[other]
-            book.look(pc, ended.at_end)
+            if ended.at_end:
+                most = max(most, book.look(pc, ended.at_end))
             book.add(MemoryKind.COMMUNICATION, -ended.beside)
             for slot in released.pop(other, ()):
                 book.add(slots[slot].holder, -slots[slot].own)
@@ -61,8 +63,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
             book.add(MemoryKind.COMMUNICATION, x.beside)
             for slot in x.holds:
                 holders[slot] = max(holders.get(slot, pc), pc, key=end_of)
-        book.look(pc, x.workspace)
-        beside_it = book.total
+        most = max(most, book.look(pc, x.workspace))
         for slot in x.frees:
             live.remove(slot)
             holder = holders.pop(slot, None)
@@ -70,7 +71,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
                 released[holder].append(slot)
             else:
                 book.add(slots[slot].holder, -slots[slot].own)
-        over_time.append((beside_it, book.total))
+        over_time.append((most, book.total))
     at_peak = {holder: book.at_peak.get(holder, 0) for holder in MemoryKind}
     return Memory(plan.devices, parameters, kept, book.peak, book.at, at_peak, tuple(over_time))
 
@@ -101,8 +102,10 @@ class _Book:
         self.held[holder] += nbytes
         self.total += nbytes
 
-    def look(self, pc: int, workspace: int = 0) -> None:
-        """Update the peak with the bytes in use now plus ``workspace``."""
-        if self.total + workspace > self.peak:
-            self.peak, self.at = self.total + workspace, pc
+    def look(self, pc: int, workspace: int = 0) -> int:
+        """The bytes in use now plus ``workspace``, which update the peak."""
+        busy = self.total + workspace
+        if busy > self.peak:
+            self.peak, self.at = busy, pc
             self.at_peak = {**self.held, MemoryKind.WORKSPACE: workspace}
+        return busy
