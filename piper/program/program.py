@@ -83,9 +83,8 @@ class Program(Compiled):
         first = build(self.training_step.facts.whole)
         after = zip(self.strategy.directives, self.strategy.steps(first), strict=True)
         steps = [("build", first), *((str(d), dag) for d, dag in after), ("lowered", self.dag)]
-        page = dag_page(
-            counted(len(self.devices), "device"), steps, stages=self.stages, models=self.models
-        )
+        title = f"DAG for {counted(len(self.devices), 'device')}"
+        page = dag_page(title, steps, stages=self.stages, models=self.models)
         write_file(path, page)
 
     def text(self) -> str:

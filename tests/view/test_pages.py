@@ -94,13 +94,15 @@ def opening(context: Any, tmp_path: Path) -> Open:
     """Opens a page from a file; when it closes there must be no error and no further request."""
 
     @contextmanager
-    def opened(html: str, scheme: str = "light", width: int = 1200) -> Iterator[Opened]:
+    def opened(
+        html: str, scheme: str = "light", width: int = 1200, height: int = 800
+    ) -> Iterator[Opened]:
         path = tmp_path / "page.html"
         path.write_text(html, encoding="utf-8")
         found = Opened(context.new_page())
         found.page.set_default_timeout(10_000)
         found.page.emulate_media(color_scheme=scheme)
-        found.page.set_viewport_size({"width": width, "height": 800})
+        found.page.set_viewport_size({"width": width, "height": height})
         found.page.on("console", lambda said: found.errors.append(said.text))
         found.page.on("pageerror", lambda error: found.errors.append(str(error)))
         found.page.on("request", lambda request: found.requests.append(request.url))
@@ -265,7 +267,7 @@ def test_hovering_and_clicking_say_everything_of_an_event(opening: Open) -> None
         x = seen.middle(0, 0)[0]
         memory = seen.ask("piper.rectOf(0, 4)")
         seen.page.mouse.move(x, memory["y"] + 50)
-        assert "Held\n1.00 MiB" in seen.text("#tip")
+        assert "Allocated\n1.00 MiB" in seen.text("#tip")
         assert "Peak\n2.00 MiB" in seen.text("#tip")
 
 
@@ -502,6 +504,72 @@ def test_hundreds_of_devices_begin_collapsed_and_scroll(opening: Open) -> None:
         assert seen.ask(f"piper.eventAt({x}, {y})") == {"run": 0, "index": 3 * 2 * 299}
 
 
+RED = [0xB3, 0x26, 0x1E, 255]
+
+
+def reddened(seen: Opened) -> bool:
+    """Whether the canvas has a pixel in the colour of an exceeded limit."""
+    seen.settle()
+    return seen.page.evaluate(
+        """(red) => {
+            const canvas = document.getElementById('canvas');
+            const { width, height } = canvas;
+            const { data } = canvas.getContext('2d').getImageData(0, 0, width, height);
+            return data.some((_, i) => i % 4 === 0 && red.every((c, n) => data[i + n] === c));
+        }""",
+        RED,
+    )
+
+
+@browses
+def test_the_header_has_the_peak_of_the_rows_and_only_exceeded_limits_are_red(
+    opening: Open,
+) -> None:
+    run = replace(small(), facts={"peak memory": "1.9 MiB (too much)", "MFU": "3%"})
+    with opening(timeline_page(run)) as seen:
+        assert "Peak memory\n2.00 MiB\n" in seen.text("#facts")
+        assert not reddened(seen)
+    tight = tuple(replace(d, limit=2**20) for d in run.devices)
+    with opening(timeline_page(replace(run, devices=tight))) as seen:
+        assert "Peak memory\n2.00 MiB (over the limit)" in seen.text("#facts")
+        assert reddened(seen)
+
+
+@browses
+def test_nothing_is_shown_before_the_step_or_after_it(opening: Open) -> None:
+    with opening(timeline_page(small())) as seen:
+        seen.press("-", "-", "ArrowLeft")
+        whole = seen.view()
+        assert whole["from"] == 0
+        assert whole["to"] < 1.02
+        seen.page.locator("#canvas").focus()
+        seen.press("]", "Enter")
+        first = seen.view()
+        assert first["from"] == 0
+        assert first["to"] < 0.5
+        seen.press("0", "+", "+", *["ArrowRight"] * 40)
+        assert seen.view()["to"] == pytest.approx(whole["to"])
+
+
+@browses
+def test_an_empty_step_says_so(opening: Open) -> None:
+    with opening(timeline_page(Run("empty", 0.0, (), (), ()))) as seen:
+        assert "There are no events in this step." in seen.text("#details")
+
+
+@browses
+def test_small_windows_keep_the_toolbar_and_the_current_step_in_sight(opening: Open) -> None:
+    with opening(timeline_page(small(), small()), width=1000) as seen:
+        find = "(id) => document.getElementById(id).getBoundingClientRect().top"
+        tops = seen.ask(f"['search', 'help'].map({find})")
+        assert tops[0] == tops[1], "one line"
+    steps, _ = real()
+    with opening(dag_page("zb-v", steps), width=600, height=500) as seen:
+        current = seen.ask("document.querySelector('[aria-current]').getBoundingClientRect()")
+        bottom = seen.ask("document.querySelector('nav').getBoundingClientRect().bottom")
+        assert current["bottom"] <= bottom + 1
+
+
 # The DAG
 
 
@@ -546,6 +614,46 @@ def test_the_dag_begins_collapsed_by_stage_and_opens(opening: Open) -> None:
         assert [label for label in shown(seen) if label.startswith("MB")] == [
             f"MB {i}" for i in range(4)
         ]
+
+
+@browses
+def test_an_open_graph_has_large_names_and_clicks_zoom_in(opening: Open) -> None:
+    steps, lowered = real()
+    scale = "piper.state.k"
+    with opening(dag_page("zb-v", steps), width=900) as seen:
+        seen.press("e", "e", "e", "e")
+        assert "All groups are open." in seen.text("#note")
+        assert len(seen.ask("piper.shown()")) == len(lowered.dag.nodes)
+        assert seen.ask(scale) < 0.4, "too small to read"
+        named = seen.page.locator("#after .large-name:visible")
+        assert {"PP 0", "PP 1", "PP 2", "PP 3"} < set(named.all_text_contents())
+        before = seen.ask(scale)
+        named.filter(has_text="PP 1").click()
+        assert seen.ask(scale) > 1.5 * before
+        assert all(name.startswith(("MB", "PP")) for name in named.all_text_contents())
+        seen.press("0")
+        seen.page.locator("#after .item.node").first.dispatch_event("click")
+        assert seen.ask(scale) >= 0.8, "large enough to read"
+        assert not named.count()
+        assert "Node #" in seen.text("#details")
+        seen.press("0", "x", "/")
+        seen.page.keyboard.type("nothing has this name")
+        assert seen.page.locator(".dim").count() == 0, "only matches dim the rest"
+
+
+@browses
+def test_the_figures_of_a_graph_agree_and_end_visibly(opening: Open) -> None:
+    steps, _ = real()
+    names = tuple(replace(n, stream=f"s{i}") for i, n in enumerate(steps[0][1].nodes))
+    many = replace(steps[0][1], nodes=names)
+    with opening(dag_page("zb-v", steps)) as seen:
+        assert seen.text("#where") == f"Step {len(steps) - 1} of {len(steps) - 1}"
+        assert "Steps" not in seen.text("#facts")
+    with opening(dag_page("streams", [("build", many)])) as seen:
+        details = seen.text("#details")
+        assert f"and {len(names) - 12} more" in details.replace("\u00a0", " ")
+        seen.page.select_option("#levels", "5")
+        assert seen.ask("piper.state.levels") == ["stage", "region", "pass", "microbatch"]
 
 
 @browses
@@ -609,7 +717,7 @@ def test_a_node_says_what_is_known_of_it(opening: Open) -> None:
         assert f"Devices {node.devices[0]}" in details
         assert "layer 2" in details
         assert "1.00 KiB from" in details or "1.00 KiB to" in details
-        assert "After, by order" in details
+        assert "Ordered after" in details
         assert f"#{node.after[0]} " in details
         assert "Made by" in details
         link = seen.page.locator("#details button.link").first
@@ -645,7 +753,7 @@ def test_names_in_a_dag_are_text_and_nothing_else(opening: Open) -> None:
     values = tuple(replace(v, name=HOSTILE) for v in first.model.values)
     bad = replace(first, nodes=nodes, history=(HOSTILE,), model=replace(first.model, values=values))
     with opening(dag_page(HOSTILE, [(HOSTILE, bad), (HOSTILE, bad)], stages=[HOSTILE])) as seen:
-        seen.press("e", "v")
+        seen.press("e", "e", "e", "v")
         seen.page.locator("#after .item.node").first.click()
         assert HOSTILE in seen.page.locator("#details").text_content()
         assert seen.ask("window.hurt") is None
@@ -668,11 +776,13 @@ def test_twenty_thousand_nodes_open_a_few_at_a_time(opening: Open) -> None:
     size = len(steps[-1][1].nodes)
     assert size >= 20_000
     with opening(dag_page("large", steps)) as seen:
-        assert f"{size:,} nodes begin in closed groups" in seen.text("#note")
+        assert f"The {size:,} nodes are in closed groups" in seen.text("#note")
         stages = [f"PP {i}" for i in range(4)]
         assert list(shown(seen)) == stages
         seen.press("e")
-        assert "The next level has 2,560 boxes, and 600 are shown" in seen.text("#note")
+        assert len(seen.ask("piper.shown()")) == 4 * 40
+        seen.press("e")
+        assert "The next level has 2,560 boxes, and at most 600 are shown" in seen.text("#note")
         opened = seen.ask("piper.shown()")
         assert [box["label"] for box in opened[:2]] == ["MB 0 … MB 15", "MB 16 … MB 31"]
         assert len(opened) == 4 * 40

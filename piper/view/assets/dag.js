@@ -41,7 +41,7 @@ function show({ refit = false } = {}) {
 function open(group, pane) {
   const parts = partsOf(dag, pane.step, group, state.levels).length;
   if (pane.tree.shown - 1 + parts > state.most) {
-    state.said = `${group.label} has ${count(parts)} parts, and ${count(state.most)} boxes are shown at once: `
+    state.said = `${group.label} has ${count(parts)} parts, and at most ${count(state.most)} boxes are shown at once: `
       + 'close other groups first, or press x to close all.';
     showNote(false);
     return;
@@ -65,22 +65,14 @@ function refocus(path) {
   panes.after.boxes.get(path)?.drawn.focus();
 }
 
-/** Open everything, level by level, until no more fits. */
-function openAll() {
-  state.said = '';
-  const step = now(), probe = new Set(state.open);
-  for (let grown = true; grown;) {
-    grown = false;
-    const tree = treeOf(dag, step, state.levels, probe, state.most);
-    const closed = leavesOf(tree.root).filter((leaf) => leaf.kind === 'group' && !probe.has(leaf.path));
-    const more = closed.reduce((sum, leaf) => sum + partsOf(dag, step, leaf, state.levels).length - 1, tree.shown);
-    if (closed.length && more <= state.most) { closed.forEach((leaf) => probe.add(leaf.path)); grown = true; }
-    else if (closed.length) {
-      state.said = `The next level has ${count(more)} boxes, and ${count(state.most)} are shown at once: `
-        + 'open single groups instead.';
-    }
-  }
-  state.open = probe;
+/** Open the next level of every group, if that is not too much. */
+function openLevel() {
+  const { leaves, tree, step } = panes.after, closed = leaves.filter((leaf) => leaf.kind === 'group');
+  const boxes = closed.reduce((sum, leaf) => sum + partsOf(dag, step, leaf, state.levels).length - 1, tree.shown);
+  const most = count(state.most);
+  state.said = !closed.length ? 'All groups are open.' : boxes <= state.most ? ''
+    : `The next level has ${count(boxes)} boxes, and at most ${most} are shown at once: open single groups instead.`;
+  if (boxes <= state.most) closed.forEach((leaf) => state.open.add(leaf.path));
   show({ refit: true });
 }
 
@@ -143,17 +135,17 @@ function listSteps() {
 
 function showFacts() {
   const counts = now().diff?.counts;
-  const facts = [['nodes', now().size], ['steps', dag.steps.length], ...Object.entries(counts ?? {})];
+  const facts = [['nodes', now().size], ...Object.entries(counts ?? {})];
   byId('facts').replaceChildren(...facts.map(([name, n]) =>
     el('div', {}, el('dt', {}, name), el('dd', { class: name }, count(n)))));
 }
 
-/** Why not everything is open. */
+/** Why some groups are closed. */
 function showNote(kept) {
   const begin = now().size > state.most && !state.open.size;
   const text = state.said
     || (kept && `More than ${count(state.most)} boxes would be open here: some groups stay closed.`)
-    || (begin && `${count(now().size)} nodes begin in closed groups: click one to open it. `
+    || (begin && `The ${count(now().size)} nodes are in closed groups: click a group to open it. `
       + `At most ${count(state.most)} boxes are shown at once.`)
     || '';
   byId('note').textContent = text;
@@ -176,7 +168,7 @@ function details() {
   const pane = panes.after;
   if (!chosen) {
     const whole = groupDetails(dag, now(), pane.tree.root, now().diff?.counts ?? null);
-    const hint = 'Click a group to open it and a node to see what is known of it; ? lists all keys.';
+    const hint = 'Click a group to open it, or a node for its details; ? lists all keys.';
     byId('details').replaceChildren(...whole, el('p', { class: 'quiet hint' }, hint));
     return;
   }
@@ -191,13 +183,17 @@ function jump(step, at) {
 
 const boxOf = (pane, at) => pane.leaves.find((leaf) => leaf.members.includes(at));
 
-/** Bring a node's box into the middle. */
+/** Bring a node's box into the middle, large enough to read. */
 function centre({ step, at }) {
   const name = shownPanes().find((one) => panes[one].step.number === step);
   const box = name && boxOf(panes[name], at);
-  if (!box) return;
-  const { width, height } = panes[name].svg.getBoundingClientRect();
-  state.k = Math.max(state.k, 0.8);
+  if (box) look(box, Math.max(state.k, 0.8));
+}
+
+/** Bring a box into the middle, at scale `k`; without, as large as fits. */
+function look(box, k) {
+  const { width, height } = panes.after.svg.getBoundingClientRect();
+  state.k = k ?? Math.min((width - 24) / box.w, (height - 24) / box.h, 1.25);
   state.x = width / 2 - (box.x + box.w / 2) * state.k;
   state.y = height / 2 - (box.y + box.h / 2) * state.k;
   transform();
@@ -209,12 +205,13 @@ function mark() {
     const pane = panes[name];
     const mine = state.chosen && state.chosen.step === pane.step.number ? boxOf(pane, state.chosen.at) : null;
     const found = name === 'after' ? new Set(state.matches) : new Set();
+    pane.svg.classList.toggle('choosing', Boolean(mine));
     for (const { part, drawn } of pane.boxes.values()) {
       if (part.open) continue;
       const hit = found.size > 0 && part.members.some((at) => found.has(at));
       drawn.classList.toggle('is-chosen', part === mine);
       drawn.classList.toggle('is-found', hit);
-      drawn.classList.toggle('dim', name === 'after' && state.query !== '' && !hit);
+      drawn.classList.toggle('dim', found.size > 0 && !hit);
     }
     for (const { edge, line } of pane.edges) {
       line.classList.toggle('near', mine !== null && (edge.source === mine || edge.target === mine));
@@ -250,9 +247,19 @@ function cycle(by) {
 
 // Moving and zooming: both panes together
 
+const READABLE = 0.45; // below this scale, open groups have large names, and a click on a node zooms in
+const isSmall = (group) => group.w * state.k < 500;
+
 function transform() {
   const where = `translate(${state.x},${state.y}) scale(${state.k})`;
-  for (const name of shownPanes()) panes[name].world.setAttribute('transform', where);
+  for (const { world, svg, names } of shownPanes().map((name) => panes[name])) {
+    world.setAttribute('transform', where);
+    svg.classList.toggle('far', state.k < READABLE);
+    for (const { text, part } of names) {
+      text.setAttribute('font-size', Math.min(20 / state.k, (1.6 * part.w) / part.label.length));
+      text.toggleAttribute('hidden', !isSmall(part) || isSmall(part.parent));
+    }
+  }
 }
 
 function fit() {
@@ -326,19 +333,19 @@ function pinch(svg, event) {
 
 const help = byId('keys');
 const HELP = [
-  ['+ −', 'zoom; or the wheel, or two fingers'],
-  ['← → ↑ ↓', 'move; or drag'],
-  ['0', 'the whole graph; or double click'],
-  ['Tab', 'from box to box; Enter opens it'],
-  ['[ ]', 'the step before, the next step'],
+  ['+ −', 'zoom (also: wheel, pinch)'],
+  ['← → ↑ ↓', 'move (also: drag)'],
+  ['0', 'show the whole graph (also: double-click)'],
+  ['Tab', 'next box; Enter opens a group or selects a node'],
+  ['[ ]', 'previous, next step'],
   ['v', 'before and after the step, side by side'],
-  ['o', 'order that no value asks for'],
-  ['g', 'group by stage, microbatch, pass, region'],
-  ['e x', 'expand, collapse'],
-  ['/', 'search: a name, tag, kind, or #number'],
-  ['n N', 'next and previous match; in the field Enter'],
-  ['t', 'light or dark'],
-  ['Esc', 'let go of what is chosen'],
+  ['o', 'show edges that only order nodes'],
+  ['g', 'next grouping'],
+  ['e x', 'open the next level, close all groups'],
+  ['/', 'search by name, tag, kind, device, directive, or #node'],
+  ['n N', 'next, previous match (Enter in the search field)'],
+  ['t', 'light or dark theme'],
+  ['Esc', 'clear selection and search'],
   ['?', 'this help'],
 ];
 
@@ -359,7 +366,7 @@ bindKeys({
   '+': () => zoom(1.3), '=': () => zoom(1.3), '-': () => zoom(1 / 1.3), '−': () => zoom(1 / 1.3), 0: fit,
   ArrowLeft: () => pan(60, 0), ArrowRight: () => pan(-60, 0), ArrowUp: () => pan(0, 60), ArrowDown: () => pan(0, -60),
   '[': () => go(state.step - 1), ']': () => go(state.step + 1),
-  v: () => toggle('compare'), o: () => toggle('order'), e: openAll, x: closeAll,
+  v: () => toggle('compare'), o: () => toggle('order'), e: openLevel, x: closeAll,
   g: () => groupBy((Number(byId('levels').value) + 1) % GROUPINGS.length),
   '/': () => { byId('search').focus(); byId('search').select(); },
   n: () => cycle(1), N: () => cycle(-1), t: () => byId('theme').click(),
@@ -378,7 +385,7 @@ byId('slider').addEventListener('input', (event) => go(Number(event.target.value
 byId('levels').addEventListener('change', (event) => groupBy(Number(event.target.value)));
 byId('compare').addEventListener('click', () => toggle('compare'));
 byId('order').addEventListener('click', () => toggle('order'));
-byId('expand').addEventListener('click', openAll);
+byId('expand').addEventListener('click', openLevel);
 byId('collapse').addEventListener('click', closeAll);
 byId('fit').addEventListener('click', fit);
 byId('zoom-in').addEventListener('click', () => zoom(1.3));
@@ -406,9 +413,10 @@ listSteps();
 legend();
 fillHelp(help, HELP);
 startTheme(byId('theme'), () => {});
-show({ refit: true });
-showCurrent();
+show();
 details();
+show({ refit: true }); // the details have their height now
+showCurrent();
 
 let size = byId('panes').getBoundingClientRect();
 new ResizeObserver(() => {

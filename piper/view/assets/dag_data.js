@@ -169,6 +169,7 @@ const GROUPINGS = [
   ['microbatch', 'stage', 'pass', 'region'],
   ['pass', 'stage', 'microbatch', 'region'],
   ['region', 'pass', 'microbatch', 'stage'],
+  ['stage', 'region', 'pass', 'microbatch'],
 ];
 const FEW = 12, MANY = 64;
 

@@ -19,16 +19,16 @@ function render(name) {
   const { width, height } = panes.after.svg.getBoundingClientRect();
   const page = { w: Math.max(width - SIDES, 100), h: Math.max(height - ENDS, 100) };
   pane.size = layOut(tree, edges, graphOf(dag, step).depth, page);
-  Object.assign(pane, { step, tree, marks, leaves, boxes: new Map(), edges: [] });
-  const under = draw('g'), lines = draw('g'), over = draw('g');
-  frames(pane, tree.root, under);
+  Object.assign(pane, { step, tree, marks, leaves, boxes: new Map(), edges: [], names: [] });
+  const under = draw('g'), lines = draw('g'), over = draw('g'), names = draw('g');
+  frames(pane, tree.root, under, names);
   for (const edge of edges) if (edge.values || state.order) lines.append(...edgeDrawn(pane, edge));
   for (const leaf of leaves) over.append(boxDrawn(pane, leaf));
   const arrow = draw('marker', {
     id: `arrow-${name}`, viewBox: '0 0 8 8', refX: 7, refY: 4, markerWidth: 8, markerHeight: 8,
     markerUnits: 'userSpaceOnUse', orient: 'auto-start-reverse',
   }, draw('path', { d: 'M0,0.5L8,4L0,7.5z', class: 'arrow' }));
-  pane.world = draw('g', {}, under, lines, over);
+  pane.world = draw('g', {}, under, lines, over, names);
   pane.svg.replaceChildren(draw('defs', {}, arrow), pane.world);
   const what = name === 'before' ? 'Before' : both() ? 'After' : 'Step';
   pane.figure.querySelector('figcaption').replaceChildren(el('b', {}, what), ` ${step.label} · ${count(step.size)} nodes`);
@@ -37,8 +37,8 @@ function render(name) {
 
 const both = () => shownPanes().length === 2;
 
-/** Frames around the groups that are open. */
-function frames(pane, group, into) {
+/** Frames around the groups that are open, and their large names. */
+function frames(pane, group, into, names) {
   for (const part of group.parts) {
     if (!part.open) continue;
     const head = draw('g', { class: 'head' },
@@ -51,8 +51,17 @@ function frames(pane, group, into) {
     activate(drawn, () => close(part), head);
     pane.boxes.set(part.path, { part, drawn });
     into.append(drawn);
-    frames(pane, part, into);
+    names.append(largeName(pane, part));
+    frames(pane, part, into, names);
   }
+}
+
+/** The name of an open group, for when its boxes are too small to read; a click zooms to the group. */
+function largeName(pane, part) {
+  const text = draw('text', { x: part.x + part.w / 2, y: part.y + part.h / 2, class: 'large-name' }, part.label);
+  text.addEventListener('click', () => { if (!moved) look(part); });
+  pane.names.push({ text, part });
+  return text;
 }
 
 function boxDrawn(pane, leaf) {
@@ -71,9 +80,10 @@ function boxDrawn(pane, leaf) {
     draw('rect', { class: 'box', width: leaf.w, height: leaf.h, rx: 6 }),
     stripe(pane.step, leaf),
     draw('text', { x: 14, y: group ? 21 : 18 }, shortTo(title, leaf.w - 24)),
-    draw('text', { class: 'small', x: 14, y: group ? 38 : 33 }, shortTo(under, leaf.w - 24 - (effect ? 50 : 0))),
+    draw('text', { class: 'small', x: 14, y: group ? 38 : 33 }, shortTo(under, leaf.w - 24 - (touched?.length ? (group ? 50 : 8) : 0))),
     effect ? draw('text', { class: 'effect', x: leaf.w - 10, y: group ? 38 : 33 }, signs(effect, group)) : null);
-  activate(drawn, () => (group ? open(leaf, pane) : choose({ step: pane.step.number, at: leaf.at })));
+  const chosen = { step: pane.step.number, at: leaf.at };
+  activate(drawn, () => (group ? open(leaf, pane) : choose(chosen, { focus: state.k < READABLE })));
   pane.boxes.set(leaf.path, { part: leaf, drawn });
   return drawn;
 }

@@ -1,4 +1,4 @@
-// What is said of a node, of a group, and of what a step did.
+// The panel beside the graph: a node, a group, the effect of a step.
 
 /** "+36 ±12 −1" in colours; nothing where nothing changed. */
 function effectOf({ added, removed, changed }) {
@@ -32,12 +32,12 @@ function nodeDetails(dag, step, at, jump) {
     ...changeDetails(dag, step, at, jump),
     ...valueList('Reads', dag, listOf(dag, step, at, 'reads'), (value) => [graph.makers.get(value)], 'from', link),
     ...valueList('Writes', dag, listOf(dag, step, at, 'writes'), (value) => graph.readers.get(value) ?? [], 'to', link),
-    ...(after.length ? [el('h3', {}, 'After, by order'), shortList(after, 24, ordered)] : []),
-    ...(graph.followers.has(at) ? [el('h3', {}, 'Before, by order'), shortList(graph.followers.get(at), 24, link)] : []),
+    ...(after.length ? [el('h3', {}, 'Ordered after'), shortList(after, 24, ordered)] : []),
+    ...(graph.followers.has(at) ? [el('h3', {}, 'Ordered before'), shortList(graph.followers.get(at), 24, link)] : []),
   ];
 }
 
-const orderedBy = (text, made) => (!text ? null : text === made ? 'the same' : el('code', { class: 'mono directive' }, text));
+const orderedBy = (text, made) => (!text ? null : text === made ? 'same directive' : el('code', { class: 'mono directive' }, text));
 
 const shortened = (text) => (text.length > 48 ? text.slice(0, 47) + '…' : text);
 
@@ -81,7 +81,9 @@ function groupDetails(dag, step, group, effect) {
       const text = textOf(dag, step, at, column) || '–';
       found.set(text, (found.get(text) ?? 0) + 1);
     }
-    return [...found].sort((a, b) => b[1] - a[1]).slice(0, 8).map(([text, n]) => `${text} × ${count(n)}`).join(', ');
+    const shown = [...found].sort((a, b) => b[1] - a[1]).map(([text, n]) => `${text}\u00a0×\u00a0${count(n)}`);
+    const more = shown.length > 12 ? ` · and ${count(shown.length - 12)} more` : '';
+    return shown.slice(0, 12).join(' · ') + more;
   };
   return [
     el('h2', {}, group.label || 'The whole step'),

@@ -3,7 +3,7 @@
 const runs = readRuns(readData());
 const canvas = byId('canvas'), scroller = byId('scroller'), tip = byId('tip');
 const MANY_ROWS = 80, MANY_ROWS_OF_TWO = 24; // more than these begin collapsed
-const NARROWEST = 1e-9;
+const NARROWEST = 1e-9, WIDEST = 1.012; // shares of the step in sight: at most all of it and a margin
 
 const scene = {
   ctx: canvas.getContext('2d'), width: 1, height: 1, ratio: 1, left: 236, scroll: 0,
@@ -56,21 +56,21 @@ function repaintInks() {
 
 // What is in sight
 
-/** Show the shares `from` to `to` of the step, kept within reach of it. */
+/** Show the shares `from` to `to` of the step, and nothing before its start or after its end. */
 function look(from, to) {
-  const wide = Math.min(Math.max(to - from, NARROWEST), 2);
-  const begin = Math.min(Math.max(from, -wide / 2), 1 - wide / 2);
+  const wide = Math.min(Math.max(to - from, NARROWEST), WIDEST);
+  const begin = Math.min(Math.max(from, 0), WIDEST - wide);
   scene.view = { from: begin, to: begin + wide };
   redraw();
 }
 
-const fit = () => look(0, 1.012);
+const fit = () => look(0, WIDEST);
 const shareAt = (x) => scene.view.from + ((x - scene.left) / plotWidth(scene)) * (scene.view.to - scene.view.from);
 
 /** Zoom so that what is below `x` stays there. */
 function zoom(factor, x = scene.left + plotWidth(scene) / 2) {
   const { from, to } = scene.view, at = shareAt(x);
-  const wide = Math.min(Math.max((to - from) / factor, NARROWEST), 2);
+  const wide = Math.min(Math.max((to - from) / factor, NARROWEST), WIDEST);
   look(at - ((at - from) / (to - from)) * wide, at - ((at - from) / (to - from)) * wide + wide);
 }
 
@@ -218,7 +218,7 @@ function showCount() {
   byId('matches').textContent = foundText(state);
 }
 
-/** Which events are lit: those found, of those the critical ones; null if all are. */
+/** Which events are lit: those found, or only the critical ones of these; null if all are. */
 function light() {
   scene.lit = runs.map((run, number) => {
     const found = state.found?.[number] ?? null;
@@ -402,26 +402,26 @@ scroller.addEventListener('scroll', () => { scene.scroll = scroller.scrollTop; r
 
 const help = byId('keys');
 const HELP = [
-  ['+ −', 'zoom; or the wheel, or two fingers'],
-  ['← →', 'move in time; or drag, or shift and wheel'],
-  ['↑ ↓', 'scroll; or the wheel over the names'],
-  ['0', 'the whole step; or double click'],
-  ['] [', 'next and previous event of the stream'],
-  ['Tab', 'the same once an event is chosen; after the last, or Esc, it leaves'],
-  ['j k', 'the event on the row below, above'],
-  ['Enter', 'zoom to the chosen event'],
-  ['/', 'search: a name, tag, kind, directive, or #node'],
-  ['n N', 'next and previous match; in the field Enter'],
-  ['c', 'colours by pass, microbatch, stage, directive'],
+  ['+ −', 'zoom (also: wheel, pinch)'],
+  ['← →', 'move in time (also: drag, Shift + wheel)'],
+  ['↑ ↓', 'scroll (also: wheel over the device names)'],
+  ['0', 'show the whole step (also: double-click)'],
+  ['] [', 'next, previous event of the stream'],
+  ['Tab', 'next event, once one is selected; Esc to leave the timeline'],
+  ['j k', 'event on the stream below, above'],
+  ['Enter', 'zoom to the selected event'],
+  ['/', 'search by name, tag, kind, directive, or #node'],
+  ['n N', 'next, previous match (Enter in the search field)'],
+  ['c', 'colour by pass, microbatch, stage, directive'],
   ['p', 'critical path'],
-  ['b', 'bubbles: where a device computes nothing'],
-  ['o', 'overlapped pairs'],
+  ['b', 'bubbles: time in which a device does not compute'],
+  ['o', 'overlapping passes'],
   ['m', 'memory'],
-  ['r', 'choose the range in sight; or shift and drag'],
-  ['x X', 'collapse the device of the event, all devices'],
-  ['s', 'compare: one time axis, or each run to fit'],
-  ['t', 'light or dark'],
-  ['Esc', 'let go of what is chosen'],
+  ['r', 'select the visible time range (also: Shift + drag)'],
+  ['x X', 'collapse the selected device, all devices'],
+  ['s', 'comparison: one time axis, or fit each run'],
+  ['t', 'light or dark theme'],
+  ['Esc', 'clear selection and search'],
   ['?', 'this help'],
 ];
 
@@ -487,6 +487,7 @@ function start() {
   if (rows > (runs.length > 1 ? MANY_ROWS_OF_TWO : MANY_ROWS)) collapseAll();
   fillHelp(help, HELP);
   select(null);
+  if (!events) byId('details').replaceChildren(el('p', { class: 'quiet' }, 'There are no events in this step.'));
   colourBy('kind');
   startTheme(byId('theme'), repaintInks);
   new ResizeObserver(resize).observe(scroller);

@@ -48,6 +48,9 @@ function readDevice(run, raw, number) {
   return { name: raw.name, limit: raw.limit, rows, memory, computes: computing.length > 0, busy: busyOf(run, computing) };
 }
 
+/** Whether a device needs more memory than it has. */
+const isOver = ({ limit, memory }) => limit !== null && memory.peak > limit;
+
 /** When at least one of `rows` is busy: rising spans that do not touch, and the sum before each. */
 function busyOf(run, rows) {
   const spans = [];
@@ -174,8 +177,8 @@ function mark(run, found, columns, passes) {
 const groupLabel = (run, i) =>
   `${run.strings[run.stage[i]]} ${run.strings[run.kind[i]]}${run.microbatch[i]}`.trim();
 
-/** Where a device is at two groups at a time, each a stage's pass for a microbatch; moments at which
- * it is at three or more are no pairs, for nothing there says which two belong together. */
+/** Where a device runs two groups at once, each a stage's pass for a microbatch. Three or more at
+ * once are not pairs: nothing tells which two belong together. */
 function pairsOf(run) {
   return run.devices.flatMap((device, number) => {
     const groups = groupsOf(run, device).sort((a, b) => a.start - b.start);

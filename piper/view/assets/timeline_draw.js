@@ -178,7 +178,7 @@ function drawGutter(scene, block) {
   if (block.memory === null) return;
   const y = Math.round(block.memory - scene.scroll) + MEMORY / 2;
   ctx.fillText('memory', streams, device.limit === null ? y : y - 8);
-  ctx.fillStyle = ink.limit;
+  if (isOver(device)) ctx.fillStyle = ink.over;
   if (device.limit !== null) ctx.fillText(`limit ${bytes(device.limit)}`, streams, y + 8);
 }
 
@@ -380,7 +380,7 @@ function drawMemory(scene, run, device, y) {
     ctx.fill();
   }
   ctx.textAlign = 'left';
-  if (device.limit !== null && yOf(device.limit) >= y) drawLimit(scene, yOf(device.limit));
+  if (device.limit !== null && yOf(device.limit) >= y) drawLimit(scene, device, yOf(device.limit));
   const x = xOf(scene, run, times[at]), top = yOf(peak);
   if (x < scene.left - 4 || x > scene.width + 4) return;
   ctx.fillStyle = ink.ink;
@@ -414,8 +414,8 @@ function memoryPath(scene, run, times, held, from, to, yOf) {
   return path;
 }
 
-function drawLimit({ ctx, ink, left, width }, at) {
-  ctx.strokeStyle = ink.limit;
+function drawLimit({ ctx, ink, left, width }, device, at) {
+  ctx.strokeStyle = isOver(device) ? ink.over : ink.faint;
   ctx.lineWidth = 1;
   ctx.setLineDash([5, 4]);
   ctx.beginPath();
@@ -473,7 +473,7 @@ function inks() {
     range: dark ? '#7db5f526' : '#0b5cad1c',
     memory: dark ? '#8fa3bd' : '#5d7390',
     memoryFill: dark ? '#8fa3bd2e' : '#5d739024',
-    limit: token('--removed'),
+    over: token('--removed'),
     hatch: dark ? '#566173' : '#c3cad4',
   };
 }

@@ -31,11 +31,11 @@ function detailsOf(runs, which, jump) {
       ['Bandwidth', rate(event.nbytes, length, 'B/s')],
       ['FLOPs', event.flops ? si(event.flops, 'FLOP') : null],
       ['Speed', rate(event.flops, length, 'FLOP/s')],
-      ['Critical', event.critical ? 'yes: the step waits for it' : 'no'],
+      ['Critical', event.critical ? 'yes: a delay here delays the step' : 'no'],
       ['Directive', el('code', { class: 'mono directive' }, event.directive || '–')],
     ]),
     ...comparedWith(runs, which, jump),
-    ...(others.length ? [el('h3', {}, 'The same node elsewhere'), shortList(others, 48, link)] : []),
+    ...(others.length ? [el('h3', {}, 'Same node on other devices'), shortList(others, 48, link)] : []),
   ];
 }
 
@@ -64,7 +64,7 @@ function differenceOf(runs, mine, other) {
 const NOTHING = [
   el('h2', {}, 'Event'),
   el('p', { class: 'quiet' }, 'Click an event, or press ] to step through them. '
-    + 'Shift-drag selects a range of time; ? lists all keys.'),
+    + 'Shift-drag selects a time range; ? lists all keys.'),
 ];
 
 /** What a tooltip says of an event. */
@@ -93,12 +93,11 @@ function tipOf(runs, which) {
 function memoryTip(device, t) {
   const { times, bytes: held } = device.memory;
   const i = upperBound(times, t, 0, times.length) - 1;
-  const shown = i < 0 ? 'nothing yet' : bytes(held[i]);
   return [
     el('p', { class: 'name' }, device.name),
     pairs([
-      ['Held', shown],
-      ['At', duration(t)],
+      ['Allocated', bytes(held[Math.max(i, 0)])],
+      ['Time', duration(t)],
       ['Peak', bytes(device.memory.peak)],
       ['Limit', device.limit === null ? null : bytes(device.limit)],
     ]),
@@ -118,7 +117,7 @@ function bar(share) {
   return made;
 }
 
-/** How busy every device is in a range of time. */
+/** How busy each device is in a time range. */
 function rangeOf(runs, spans, zoom, clear) {
   const rows = runs.flatMap((run) => run.devices.filter((d) => d.computes).map((device) => {
     const { from, to } = spans[run.number];
@@ -136,11 +135,11 @@ function rangeOf(runs, spans, zoom, clear) {
       el('thead', {}, el('tr', {}, el('th', {}, 'Compute'), el('th', {}),
         ['busy', 'idle'].map((name) => el('th', { class: 'number' }, name)))),
       el('tbody', {}, rows)),
-    el('div', { class: 'actions' }, el('button', { onclick: zoom }, 'Zoom to it'), el('button', { onclick: clear }, 'Clear')),
+    el('div', { class: 'actions' }, el('button', { onclick: zoom }, 'Zoom in'), el('button', { onclick: clear }, 'Clear')),
   ];
 }
 
-/** Every two passes that overlap. */
+/** All pairs of overlapping passes. */
 function pairsShown(runs, pairsByRun, jump) {
   const all = pairsByRun.flatMap((list, run) => list.map((pair) => ({ run, ...pair })));
   const text = ({ run, device, first, second, start, end }) =>
@@ -151,7 +150,7 @@ function pairsShown(runs, pairsByRun, jump) {
     el('h2', {}, `Overlapped pairs: ${count(all.length)}`),
     all.length
       ? shortList(all, 120, link)
-      : el('p', { class: 'quiet' }, 'No device is at two passes at a time.'),
+      : el('p', { class: 'quiet' }, 'No device runs two passes at once.'),
   ];
 }
 
@@ -168,7 +167,7 @@ function figureOf(text) {
   return { value: value * (UNITS.get(unit) ?? 1), kind };
 }
 
-/** What the second figure has more than the first, as text. */
+/** The second figure minus the first, as text. */
 function changeOf(first, second) {
   const a = figureOf(first), b = figureOf(second);
   if (!a || !b || a.kind !== b.kind) return '';
@@ -179,26 +178,12 @@ function changeOf(first, second) {
   return a.value ? signed(more / a.value, percent) : signed(more, text);
 }
 
-/** What the page itself finds out about a run. */
-function ownFacts(run) {
-  const idle = run.devices.filter((d) => d.idle !== null).map((d) => d.idle);
-  const peaks = run.devices.map((d) => d.memory.peak);
-  const mean = idle.length ? idle.reduce((a, b) => a + b, 0) / idle.length : null;
-  return [
-    ['step', duration(run.seconds)],
-    ['devices', count(run.devices.length)],
-    ...(mean === null ? [] : [['bubble', percent(mean)]]),
-    ...(Math.max(0, ...peaks) ? [['peak memory', bytes(Math.max(...peaks))]] : []),
-    ['events', count(run.size)],
-  ];
-}
-
-/** Our own facts, in the words of the given ones where there are such, and the other given ones. */
+/** The figures of a run. The peak is computed here, like those beside the devices. */
 function factsOf(run) {
-  const given = new Map(run.facts.map(([name, figure]) => [name.toLowerCase(), [name, figure]]));
-  const own = ownFacts(run).map(([name, figure]) => given.get(name.toLowerCase()) ?? [name, figure]);
-  const named = new Set(own.map(([name]) => name));
-  return [...own, ...run.facts.filter(([name]) => !named.has(name))];
+  const facts = new Map([['step', duration(run.seconds)], ...run.facts]);
+  const peak = Math.max(0, ...run.devices.map((device) => device.memory.peak));
+  if (peak) facts.set('peak memory', bytes(peak) + (run.devices.some(isOver) ? ' (over the limit)' : ''));
+  return [...facts.set('events', count(run.size))];
 }
 
 function comparisonOf(runs) {
