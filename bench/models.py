@@ -2,10 +2,11 @@
 
 Small models with random weights, in fp64, with dict inputs that include labels. Each runs in two
 pipeline stages with two microbatches on virtual devices, beside plain PyTorch, and without tags on
-four devices (pipeline stages, replicas, ZeRO-2). Dropout draws differ
+four devices (pipeline stages, replicas, ZeRO-2) and, where the model declares a plan for it, in
+tensor parallelism on two. Dropout draws differ
 between the two, so dropout is 0 where losses are compared; a model with its own dropout is only
-compiled. From the root of the project: ``python -m bench.models``, or for some families
-``python -m bench.models GPT-2 T5``.
+compiled. From the root of the project: ``python -m bench.models``, or for some families and modes
+``python -m bench.models GPT-2 T5 --mode tp``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 import piper
 from piper.capture.loss.own_loss import own_loss
 from piper.strategies import mesh
+from piper.strategies.directives import Directive
 from tests.hugging_face import FAMILIES, Family
 from tests.training import Batch, adamw, compiled, pipeline, plain, sgd, train
 
@@ -41,6 +43,20 @@ class Mode(Enum):
     TRAINING = "training, SGD"
     SHIPPED = "training, dropout"
     UNNAMED = "no tags, pp 2, dp 2, ZeRO-2"
+    TENSOR = "no tags, tp 2"
+    """Only models that declare a plan for tensor parallelism."""
+
+    @property
+    def strategy(self) -> tuple[Directive, ...]:
+        """Without tags for the last two, which take the regions that the model names itself."""
+        if self is Mode.UNNAMED:
+            return mesh(pp=2, dp=2, zero=2, microbatches=2).directives
+        return mesh(tp=2).directives if self is Mode.TENSOR else tuple(pipeline([[0], [1]], 2))
+
+    @property
+    def parts(self) -> int:
+        """How often the batch is cut."""
+        return {Mode.UNNAMED: 4, Mode.TENSOR: 1}.get(self, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +80,15 @@ def examine(family: Family, mode: Mode) -> Found:
     model.train(mode is not Mode.EVALUATION)
     batches: list[Batch] = [(family.batch(seed=step), ()) for step in range(STEPS)]
     optimizer = adamw if mode is Mode.EVALUATION else sgd
-    unnamed = mode is Mode.UNNAMED
-    strategy = mesh(pp=2, dp=2, zero=2, microbatches=2).directives
     start = time.perf_counter()
     try:
         program = compiled(
             model,
-            strategy if unnamed else pipeline([[0], [1]], 2),
+            mode.strategy,
             None,
             batches,
             optimizer=optimizer,
-            tags=None if unnamed else family.tags,
+            tags=None if mode in (Mode.UNNAMED, Mode.TENSOR) else family.tags,
         )
     except piper.PiperError as error:
         return Found(time.perf_counter() - start, None, refusal=str(error))
@@ -82,8 +96,7 @@ def examine(family: Family, mode: Mode) -> Found:
     if mode is Mode.SHIPPED:
         return Found(seconds, None)
     mine = train(program, batches)
-    parts = 4 if unnamed else 2
-    theirs = plain(in_fp64(model), own_loss, batches, microbatches=parts, optimizer=optimizer)
+    theirs = plain(in_fp64(model), own_loss, batches, microbatches=mode.parts, optimizer=optimizer)
     losses = zip(mine.losses, theirs.losses, strict=True)
     state = [(x, theirs.state[name]) for name, x in mine.state.items()]
     return Found(seconds, _largest(losses), _largest(state))
@@ -100,8 +113,17 @@ def in_fp64(model: nn.Module) -> nn.Module:
     return found
 
 
-def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+def has_plan(family: Family) -> bool:
+    """Whether the library declares how to shard a model of ``family``."""
+    return bool(getattr(family.make(), "_tp_plan", None))
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument()] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="Modes, by a part of the name.")] = None,
+) -> None:
     """Print a line for each family and mode."""
+    modes = [x for x in Mode if not mode or any(part in x.value for part in mode)]
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", piper.PiperWarning)
@@ -110,12 +132,14 @@ def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     for column in ("model", "mode", "captured", "seconds", "loss", "state", "refused"):
         table.add_column(column)
     for name in names or FAMILIES:
-        for mode in Mode:
-            with console.status(f"{name}, {mode.value}"):
-                found = examine(FAMILIES[name], mode)
+        for kind in modes:
+            if kind is Mode.TENSOR and not has_plan(FAMILIES[name]):
+                continue
+            with console.status(f"{name}, {kind.value}"):
+                found = examine(FAMILIES[name], kind)
             table.add_row(
                 name,
-                mode.value,
+                kind.value,
                 "no" if found.refusal else "yes",
                 f"{found.seconds:.1f}",
                 *("" if x is None else f"{x:.0e}" for x in (found.difference, found.state)),
