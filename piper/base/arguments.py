@@ -27,7 +27,9 @@ def named_arguments(kind: type[PiperError]) -> Callable[[Callable[P, R]], Callab
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
-        names = list(signature.parameters)
+        own = {name: x for name, x in signature.parameters.items() if name != "self"}
+        names = list(own)
+        placed = [name for name, x in own.items() if x.kind is not x.KEYWORD_ONLY]
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -40,7 +42,10 @@ def named_arguments(kind: type[PiperError]) -> Callable[[Callable[P, R]], Callab
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise kind(f"{function.__name__}(): {error}") from None
+                raise kind(
+                    f"{function.__name__}(): {error}. By position it takes "
+                    f"{', '.join(placed) or 'nothing'}, and the rest by name"
+                ) from None
             return function(*args, **kwargs)
 
         return checked

@@ -67,7 +67,8 @@ class Batch:
             inputs = f"1 mapping of {', '.join(kwargs)}" if kwargs else _number(n, "input")
             raise PiperError(
                 f"a batch here is {inputs} and {_number(len(targets), 'target')}, as in the "
-                f"example that was captured; {_number(len(batch), 'value')} given"
+                f"example that was captured; {_number(len(batch), 'value')} given. Give the "
+                "inputs, then the targets"
             )
         if kwargs and not isinstance(batch[0], Mapping):
             raise PiperError(
@@ -114,9 +115,10 @@ class Batch:
     def _refuse_other_leaf(self, index: int, mine: Any, other: Any) -> None:
         if isinstance(mine, Tensor) and isinstance(other, Tensor):
             if (mine.shape, mine.dtype) != (other.shape, other.dtype):
+                same = mine.shape == other.shape
                 raise PiperError(
                     f"{self.path(index)} is {TensorSpec.of(other)}, but {TensorSpec.of(mine)} in "
-                    "the example captured"
+                    f"the example captured{f': convert it, .to({mine.dtype})' if same else ''}"
                 )
             if other.is_meta:
                 raise PiperError(f"{self.path(index)} is on the meta device and has no values")

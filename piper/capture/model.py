@@ -291,7 +291,8 @@ def check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         name = getattr(model, "__name__", type(model).__name__)
         kind = "the class" if isinstance(model, type) else f"a {type(model).__name__},"
-        raise CaptureError(f"the model must be an nn.Module, not {kind} {name}")
+        cure = f": give an instance, {name}(...)" if isinstance(model, type) else ""
+        raise CaptureError(f"the model must be an nn.Module, not {kind} {name}{cure}")
 
 
 def _check(model: nn.Module, loss: object, targets: Sequence[Any]) -> None:
@@ -346,8 +347,10 @@ def _available(device: torch.device | str) -> torch.device:
     here = ["cpu"] + ([accelerator.type] if accelerator is not None else [])
     try:
         wanted = torch.device(device)
-    except RuntimeError as error:
-        raise CaptureError(f"device={device!r} is not a device ({error}); here: {here}") from None
+    except RuntimeError:
+        raise CaptureError(
+            f"device={device!r} is not a device; on this machine there is {' and '.join(here)}"
+        ) from None
     if wanted.type not in here:
         raise CaptureError(
             f"device={str(wanted)!r} is not available on this machine; programs can run on: "

@@ -43,7 +43,10 @@ def launch(
     delay streams at random to find races).
     """
     if not isinstance(program, Program):
-        raise PiperError(f"launch takes what piper.compile returns, not a {type(program).__name__}")
+        raise PiperError(
+            f"launch takes what piper.compile returns, not a {type(program).__name__}: "
+            "piper.launch(piper.compile(model, strategy, ...))"
+        )
     refuse_in_worker()
     program.refuse_refrozen()
     programs = BatchShapes(program, shapes)

@@ -27,6 +27,8 @@ class Callback(Protocol):
 
 def checked_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
     """The callbacks as a list; an object that is not a callback is refused."""
+    if isinstance(callbacks, Callback):
+        raise PiperError(f"callbacks= is one {type(callbacks).__name__}: give a list, [callback]")
     checked = list(callbacks)
     for number, one in enumerate(checked):
         if not isinstance(one, Callback) or isinstance(one, type):

@@ -221,8 +221,10 @@ def read_index(target: Path, program: Program) -> Index:
     try:
         if target.is_file():
             raise PiperError(
-                f"{target} is a file: a checkpoint is a folder. One that an earlier Piper saved as "
-                "a file must be loaded, and its state_dict taken, with that version"
+                f"{target} is a file: a checkpoint is a folder. The state dict of a model that "
+                "torch.save wrote goes to trainer.load_state_dict(torch.load(path)). One that an "
+                "earlier Piper saved as a file must be loaded, and its state_dict taken, with that "
+                "version"
             )
         if not target.exists():
             raise PiperError(f"there is no checkpoint at {target}")

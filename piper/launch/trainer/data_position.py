@@ -191,8 +191,9 @@ def _is_of_step(batches: object) -> bool:
         return False
     if not callable(batches):
         raise PiperError(
-            f"batches is a {type(batches).__name__}: give an iterable of batches, or a "
-            "function from the number of a step to its batch"
+            f"batches is a {type(batches).__name__}: give an iterable of batches, such as a "
+            "torch.utils.data.DataLoader of a dataset, or a function from the number of a step to "
+            "its batch"
         )
     try:
         signature = inspect.signature(batches)

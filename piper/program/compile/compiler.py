@@ -333,7 +333,10 @@ _CURES = {
 
 def _check_strategy(strategy: object) -> None:
     if not isinstance(strategy, Strategy):
-        raise DirectiveError(f"strategy={strategy!r} must be a piper.Strategy")
+        raise DirectiveError(
+            f"strategy={strategy!r} must be a piper.Strategy, such as piper.strategies.mesh(dp=2) "
+            "or piper.Strategy([...]) of a list of directives"
+        )
 
 
 def _check_costs(costs: object) -> None:

@@ -40,7 +40,8 @@ class Training:
         if self.scheduler is not None and not callable(self.scheduler):
             raise PiperError(
                 f"scheduler= is a {type(self.scheduler).__name__}: it must be a function from an "
-                "optimizer to a learning-rate scheduler"
+                "optimizer to a learning-rate scheduler, such as "
+                "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
             )
         clip = self.clip_norm
         number = isinstance(clip, int | float) and not isinstance(clip, bool)

@@ -1,0 +1,224 @@
+"""What a new user gets wrong: each mistake is refused with its cause and its cure, or warned of, or
+does what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+import piper
+from piper.callbacks import CSV
+from piper.strategies import mesh
+
+X = torch.ones(4, 4)
+LEFT_OUT = object()
+
+
+class Net(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            with piper.annotate("layer"):
+                x = torch.tanh(layer(x))
+        return x
+
+
+def net() -> Net:
+    return Net(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def compiled(**changes: Any) -> piper.Program:
+    usual: dict[str, Any] = {
+        "model": net(), "strategy": mesh(dp=2), "inputs": (X,), "targets": (X,), "loss": mse_loss,
+        "optimizer": adamw,
+    }  # fmt: skip
+    given = {name: x for name, x in {**usual, **changes}.items() if x is not LEFT_OUT}
+    return piper.compile(**given)
+
+
+@pytest.fixture(scope="module")
+def program() -> piper.Program:
+    return compiled()
+
+
+COMPILING: dict[str, tuple[Callable[[], object], str]] = {
+    "no loss": (
+        lambda: compiled(loss=LEFT_OUT),
+        r"targets are for a loss, and none is given: give loss=",
+    ),
+    "no targets": (
+        lambda: compiled(targets=LEFT_OUT),
+        r"it is given the model's output and 0 targets: give targets=\(y,\)",
+    ),
+    "the class of a loss": (
+        lambda: compiled(loss=nn.MSELoss),
+        r"loss=MSELoss is a class: give an instance, MSELoss\(\)",
+    ),
+    "the class of a model": (
+        lambda: compiled(model=Net),
+        r"must be an nn.Module, not the class Net: give an instance, Net\(...\)",
+    ),
+    "a loss for each element": (
+        lambda: compiled(loss=lambda output, y: (output - y) ** 2),
+        r"must return one real scalar \(a mean over the microbatch\)",
+    ),
+    "an optimizer that is made": (
+        lambda: compiled(optimizer=adamw(net().parameters())),
+        r"optimizer= is a AdamW: it must be a function from .*, such as lambda params",
+    ),
+    "a tensor for a tuple": (lambda: compiled(inputs=X), r"give a tuple, .* inputs=\(x,\)"),
+    "all by position": (
+        lambda: piper.compile(net(), mesh(dp=2), (X,), (X,), mse_loss),  # type: ignore[misc]
+        r"By position it takes model, strategy, and the rest by name",
+    ),
+    "a strategy as text": (
+        lambda: compiled(strategy="dp=2"),
+        r"must be a piper.Strategy, such as piper.strategies.mesh\(dp=2\)",
+    ),
+    "a size without a unit": (
+        lambda: compiled(memory_limit="80 gigs"),
+        r"not a valid size: give bytes, or a number with a unit, such as '80GiB'",
+    ),
+    "a name that torch does not know": (
+        lambda: compiled(device="gpu"),
+        r"device='gpu' is not a device; on this machine there is cpu",
+    ),
+    "a misspelt axis": (
+        lambda: mesh(ddp=2),  # type: ignore[call-arg]
+        r"mesh\(\) has no argument 'ddp': did you mean dp\?",
+    ),
+    "a ZeRO level that does not exist": (
+        lambda: mesh(dp=2, zero=5),
+        r"zero=5: must be 0, 1, 2 or 3",
+    ),
+    "more stages than layers": (
+        lambda: compiled(strategy=mesh(pp=4)),
+        r"4 parts of 2 regions 'layer': at most 2",
+    ),
+    "microbatches that do not divide": (
+        lambda: compiled(strategy=mesh(dp=2, microbatches=3)),
+        r"give microbatches= \(split: parts=\) one of \[1, 2\]",
+    ),
+    "a pattern of tags without a match": (
+        lambda: compiled(tags={"layrs.*": "layer"}),
+        r"the pattern 'layrs.\*' matches no module of Net; it has",
+    ),
+    "a model for a program": (
+        lambda: piper.launch(net()),  # type: ignore[arg-type]
+        r"not a Net: piper.launch\(piper.compile\(model, strategy, ...\)\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", COMPILING)
+def test_before_training(mistake: str) -> None:
+    make, says = COMPILING[mistake]
+    with pytest.raises(piper.PiperError, match=says):
+        make()
+
+
+def exported(trainer: piper.Trainer, path: Path) -> None:
+    trainer.export(path / "out")
+    trainer.load(path / "out")
+
+
+def torch_saved(trainer: piper.Trainer, path: Path) -> None:
+    torch.save(net().state_dict(), path / "net.pt")
+    trainer.load(path / "net.pt")
+
+
+def into_a_file(trainer: piper.Trainer, path: Path) -> None:
+    (path / "file").touch()
+    trainer.save(path / "file")
+
+
+TRAINING: dict[str, tuple[Callable[[Any, Path], object], str]] = {
+    "no target": (
+        lambda t, _: t.step(X),
+        r"is 1 input and 1 target, .*; 1 value given. Give the inputs, then the targets",
+    ),
+    "another dtype": (
+        lambda t, _: t.step(X.double(), X),
+        r"inputs\[0\] is float64\[4, 4\], .*: convert it, .to\(torch.float32\)",
+    ),
+    "a smaller batch": (
+        lambda t, _: t.fit([(X[:3], X[:3])]),
+        r"leave the last, smaller batch out \(drop_last=True\)",
+    ),
+    "a batch with a gradient": (
+        lambda t, _: t.step(X.clone().requires_grad_(), X),
+        r"inputs\[0\] requires grad, .*: give inputs\[0\].detach\(\)",
+    ),
+    "no epochs": (lambda t, _: t.fit([(X, X)], epochs=0), r"epochs=0 must be a .* from 1 on"),
+    "a misspelt option": (
+        lambda t, _: t.fit([(X, X)], epoch=2),
+        r"has no argument 'epoch': did you mean epochs\? Its arguments are batches, epochs",
+    ),
+    "a batch for batches": (
+        lambda t, _: t.fit(X, X),
+        r"fit\(\): too many positional arguments. By position it takes batches, and the rest",
+    ),
+    "a dataset for a loader": (
+        lambda t, _: t.fit(TensorDataset(X, X)),
+        r"give an iterable of batches, such as a torch.utils.data.DataLoader of a dataset",
+    ),
+    "one callback": (
+        lambda t, path: t.fit([(X, X)], callbacks=CSV(path / "log.csv")),
+        r"callbacks= is one CSV: give a list, \[callback\]",
+    ),
+    "resuming from nowhere": (
+        lambda t, _: t.fit([(X, X)], resume=True),
+        r"resume=, .* need checkpoint=, a folder",
+    ),
+    "a file for a folder": (into_a_file, r"there is a file: a state is a folder, so use another"),
+    "what torch.save wrote": (
+        torch_saved,
+        r"goes to trainer.load_state_dict\(torch.load\(path\)\)",
+    ),
+    "a model for a checkpoint": (exported, r"init=piper.weights\('.*out'\)"),
+}
+
+
+@pytest.mark.parametrize("mistake", TRAINING)
+def test_while_training(mistake: str, program: piper.Program, tmp_path: Path) -> None:
+    run, says = TRAINING[mistake]
+    with piper.launch(program) as trainer, pytest.raises(piper.PiperError, match=says):
+        run(trainer, tmp_path)
+
+
+def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(3):
+        yield X, X
+
+
+def test_what_does_what_was_meant(program: piper.Program) -> None:
+    """A pair for two arguments, a list to evaluate, a function that yields batches."""
+    with piper.launch(program) as trainer:
+        first = trainer.evaluate([(X, X)] * 2)
+        assert trainer.step((X, X)).loss == first.loss
+        assert trainer.fit(pairs, epochs=2, progress=False).steps == 6
+
+
+def test_what_trains_less_than_was_meant_is_warned_of(program: piper.Program) -> None:
+    with piper.launch(program) as trainer:
+        fit = partial(trainer.fit, epochs=2, progress=False)
+        with pytest.warns(piper.PiperWarning, match=r"ended after 1 of 2 epochs, .*: give a list"):
+            fit(pairs())
+        with pytest.warns(piper.PiperWarning, match="never read, so it has trained nothing: loop"):
+            trainer.iterate([(X, X)]).close()
+    with (
+        piper.launch(compiled(optimizer=LEFT_OUT)) as trainer,
+        pytest.warns(piper.PiperWarning, match="update no parameter; give piper.compile an optim"),
+    ):
+        trainer.step(X, X)
