@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from msgspec import Struct
 from torch.distributed.tensor import Shard
 
 from piper.ir.collectives import Move, Placement, move_between
@@ -22,8 +21,7 @@ COPY = "copy"
 """The stream of state copies to the host."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Struct, frozen=True, gc=False):
     """One pass of one chunk for one microbatch."""
 
     chunk: int
@@ -31,8 +29,7 @@ class Compute:
     microbatch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(Struct, frozen=True, gc=False):
     """A send with its receive: a value goes from the source group to the target group. Both shard
     it along ``dim``, evenly and in the order of their members."""
 
@@ -51,8 +48,7 @@ class Transfer:
         return len(self.source) // self.replicas[0], len(self.target) // self.replicas[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(Struct, frozen=True, gc=False):
     """Changes the layout of a value over all members of a group; several groups may do it side by
     side. In redistributed activations, dimension 0 indexes the parts. In the rows of experts,
     dimension 0 is that of the experts, dimension 1 that of the rows."""
@@ -93,15 +89,13 @@ class Collective:
         return self.rows is not None and not self.by_host
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(Struct, frozen=True, gc=False):
     """The optimizer update of one bucket of parameters."""
 
     bucket: int
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
+class Add(Struct, frozen=True, gc=False):
     """Adds one chunk's gradient of a value to the gradients from later chunks."""
 
     value: int
@@ -109,15 +103,13 @@ class Add:
     microbatch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Select:
+class Select(Struct, frozen=True, gc=False):
     """Each member of a group takes its own shard of a replicated value."""
 
     groups: tuple[Group, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(Struct, frozen=True, gc=False):
     """Copies a device's share of one bucket's parameters and optimizer state to the host, for a
     checkpoint."""
 

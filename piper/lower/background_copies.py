@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from msgspec import structs
+
 from piper.cost.rough_costs import Costs
 from piper.cost.tasks import Durations, Fallback, Tasks
 from piper.ir.dag.dag import Dag, Node, name_of
@@ -57,7 +59,9 @@ def with_copies(dag: Dag, sizes: Sizes, optimizer: OptimizerCost) -> Dag:
                 made_by=node.made_by,
             )  # fmt: skip
             after = (*node.after, len(nodes))
-            nodes[number] = replace(node, after=after, after_by=(*node.after_by, node.made_by))
+            nodes[number] = structs.replace(
+                node, after=after, after_by=(*node.after_by, node.made_by)
+            )
             nodes.append(copy)
     return replace(dag, nodes=tuple(nodes))
 
@@ -103,7 +107,7 @@ def saving_plan(dag: Dag, order: IssueOrder, plan: Plan, seconds: Callable[[Node
         moved[pc] = len(instructions)
         before = [copied[bucket] for bucket in _overwritten(x)]
         instructions.append(
-            replace(
+            structs.replace(
                 x,
                 waits=tuple(sorted([*(moved[w] for w in x.waits), *before])),
                 early=None if x.early is None else moved[x.early],

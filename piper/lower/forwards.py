@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from msgspec import structs
+
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Model
 from piper.ir.passes import Pass
@@ -29,6 +31,8 @@ def _forward_only(dag: Dag) -> Dag:
         pairs = zip(node.after, node.after_by, strict=True)
         after = [(moved[b], by) for b, by in pairs if b in moved]
         nodes.append(
-            replace(node, after=tuple(b for b, _ in after), after_by=tuple(by for _, by in after))
+            structs.replace(
+                node, after=tuple(b for b, _ in after), after_by=tuple(by for _, by in after)
+            )
         )
     return replace(dag, nodes=tuple(nodes))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import structs
 
 from piper.cost.rough_costs import Costs
 from piper.cost.tasks import CostModel, Durations, Fallback, Tasks
@@ -121,7 +123,7 @@ def _shared_groups(dag: Dag) -> Dag:
         if group is None:
             group = known[id(node.devices)] = first.setdefault(node.devices, node.devices)
         if group is not node.devices:
-            changed[number] = replace(node, devices=group)
+            changed[number] = structs.replace(node, devices=group)
     return dag.with_nodes(changed) if changed else dag
 
 

@@ -7,7 +7,7 @@ A node that shares a tag name with placed nodes does not join: its ``place`` was
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from piper.ir.dag.dag import PASS, Dag, Node
 
@@ -29,7 +29,7 @@ def join_last(dag: Dag) -> Dag:
         if node.devices or before is None or not names.isdisjoint(node.tags):
             continue
         if node.compute.chunk > before.compute.chunk:
-            changed[number] = replace(
+            changed[number] = structs.replace(
                 node, devices=before.devices, sends=before.sends, made_by=before.sends.made_by
             )
     return dag.with_nodes(changed) if changed else dag

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import Tensor, nn
 
 import piper
@@ -205,8 +206,8 @@ def mutants(plan: Plan) -> Iterator[Plan]:
             yield replace(plan, returned=(*before, wrong, *after))
     for pc, x in enumerate(plan.instructions):
         if x.content is Content.OUTPUT and x.reads:
-            less = replace(x, reads=x.reads[1:])
-            other = replace(x, weights=(1.0,) * len(x.weights))
+            less = structs.replace(x, reads=x.reads[1:])
+            other = structs.replace(x, weights=(1.0,) * len(x.weights))
             for wrong_x in (less, other):
                 rows = (*plan.instructions[:pc], wrong_x, *plan.instructions[pc + 1 :])
                 yield replace(plan, instructions=rows)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import Tensor, nn
 
 import piper
@@ -331,7 +332,7 @@ def test_plans_that_copy_are_right(name: str) -> None:
 
 def changed(plan: Plan, pc: int, **fields: Any) -> Plan:
     row = list(plan.instructions)
-    row[pc] = replace(row[pc], **fields)
+    row[pc] = structs.replace(row[pc], **fields)
     return replace(plan, instructions=tuple(row))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from piper.base.errors import DirectiveError, PiperError
 from piper.ir.dag.build import build
@@ -114,7 +115,7 @@ def test_the_plans_of_the_published_example(stage: int) -> None:
 def test_the_text_of_a_plan_parses_back(name: str) -> None:
     for plan in MADE[name]().plans:
         assert Plan.parse(str(plan)) == plan
-        odd = [replace(x, stream='a "b" [c]', name="a: b # c") for x in plan.instructions]
+        odd = [structs.replace(x, stream='a "b" [c]', name="a: b # c") for x in plan.instructions]
         slots = [replace(s, names=tuple(f'{n}, "x" (y)' for n in s.names)) for s in plan.slots]
         changed = replace(plan, instructions=tuple(odd), slots=tuple(slots))
         assert Plan.parse(str(changed)) == changed
@@ -415,8 +416,8 @@ def test_devices_that_differ_in_rank_share_a_plan(zero: int) -> None:
         "beside": 0,
     }  # a bucket is padded to its devices
     for a, b in zip(few, many, strict=True):
-        assert [replace(x, **own) for x in a.instructions] == [
-            replace(x, **own) for x in b.instructions
+        assert [structs.replace(x, **own) for x in a.instructions] == [
+            structs.replace(x, **own) for x in b.instructions
         ]
         assert [g._replace(rows=NO_ROWS) for g in a.given] == [
             g._replace(rows=NO_ROWS) for g in b.given
@@ -1004,7 +1005,7 @@ def test_the_checker_sees_two_orders_of_communication() -> None:
     assert rows[last - 1].verb is Verb.RECV
     moved = {last: last - 1, last - 1: last}
     rows[last - 1], rows[last] = rows[last], rows[last - 1]
-    rows = [replace(x, waits=tuple(moved.get(w, w) for w in x.waits)) for x in rows]
+    rows = [structs.replace(x, waits=tuple(moved.get(w, w) for w in x.waits)) for x in rows]
     with pytest.raises(PlanError, match="enter node"):
         check(found.dag, (replace(plan, instructions=tuple(rows)), other), models=sizes(moe(2, 4)))
 
@@ -1022,7 +1023,7 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
             for item in getattr(x, field):
                 if field != "waits" or (place_, item) not in implied:
                     row = tuple(o for o in getattr(x, field) if o != item)
-                    fewer = replace(x, **{field: row})
+                    fewer = structs.replace(x, **{field: row})
                     changed = (*rows[:place_], fewer, *rows[place_ + 1 :])
                     yield f"{field} {item} of {place_}", replace(plan, instructions=changed)
         left = tuple(_without(y, place_) for y in (*rows[:place_], *rows[place_ + 1 :]))
@@ -1031,7 +1032,7 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 def _without(x: Instruction, gone: int) -> Instruction:
     waits, ends = ([w - (w > gone) for w in row if w != gone] for row in (x.waits, x.ends))
-    return replace(x, waits=tuple(waits), ends=tuple(ends))
+    return structs.replace(x, waits=tuple(waits), ends=tuple(ends))
 
 
 def uneven() -> Lowered:
@@ -1153,18 +1154,18 @@ def _other_slots(slot: Slot) -> Iterator[Slot]:
 
 def _slips(x: Instruction) -> Iterator[Instruction]:
     if x.buckets or x.verb is Verb.UPDATE:
-        yield replace(x, buckets=(*x.buckets, 99))
+        yield structs.replace(x, buckets=(*x.buckets, 99))
     for weight in x.weights:
-        yield replace(x, weights=(weight + 1, *x.weights[1:]))
+        yield structs.replace(x, weights=(weight + 1, *x.weights[1:]))
     for slot in x.reads:
-        yield replace(x, reads=tuple(s for s in x.reads if s != slot))
-    yield replace(x, rows=RowShards((99,)))
-    yield replace(x, op=Update(99))
+        yield structs.replace(x, reads=tuple(s for s in x.reads if s != slot))
+    yield structs.replace(x, rows=RowShards((99,)))
+    yield structs.replace(x, op=Update(99))
     if x.content is not None:
-        yield replace(x, of=x.of + 1)
+        yield structs.replace(x, of=x.of + 1)
         for content in Content:
             if content is not x.content:
-                yield replace(x, content=content)
+                yield structs.replace(x, content=content)
 
 
 @pytest.mark.cases(fast=2)
@@ -1186,7 +1187,7 @@ def test_the_checker_knows_what_experts_made_from_what_came_back() -> None:
 
     def renamed(x: Instruction) -> Instruction:
         swapped = {made: came, came: made}
-        return replace(x, reads=tuple(swapped.get(s, s) for s in x.reads))
+        return structs.replace(x, reads=tuple(swapped.get(s, s) for s in x.reads))
 
     early = (*rows[:after], renamed(rows[after]), *rows[after + 1 :])
     late = (*rows[: after + 1], *(renamed(x) for x in rows[after + 1 :]))
@@ -1240,7 +1241,7 @@ def test_messages_on_one_communicator_arrive_in_the_order_in_which_they_are_sent
     for first, second in itertools.combinations(receives, 2):
         turned = list(rows)
         for place_, other in ((first, second), (second, first)):
-            turned[place_] = replace(rows[place_], node=rows[other].node, op=rows[other].op)
+            turned[place_] = structs.replace(rows[place_], node=rows[other].node, op=rows[other].op)
         plans = list(found.plans)
         plans[index] = replace(plans[index], instructions=tuple(turned))
         with pytest.raises(PiperError, match="several orders"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -349,7 +350,7 @@ def test_the_checker_knows_the_order_of_the_terms() -> None:
     for reads in ((0, 2, 1, 3), (0, 1, 2), (0, 1)):
         x = plan.instructions[places[1]]
         changed = list(plan.instructions)
-        changed[places[1]] = replace(x, reads=tuple(x.reads[i] for i in reads))
+        changed[places[1]] = structs.replace(x, reads=tuple(x.reads[i] for i in reads))
         with pytest.raises(PlanError):
             check(program.dag, [replace(plan, instructions=tuple(changed))], models=program.models)
 

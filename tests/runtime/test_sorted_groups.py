@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 import piper
@@ -330,7 +331,7 @@ def test_others_need_the_rows_as_they_were_sorted() -> None:
     dag = strategy.apply(build(model))
     combines = max(i for i, c in enumerate(model.chunks) if c.tags.get("layer") == 0)
     moved = {
-        i: replace(node, devices=(0, 1, 2, 3))
+        i: structs.replace(node, devices=(0, 1, 2, 3))
         for i, node in enumerate(dag.nodes)
         if node.compute.chunk == combines
     }

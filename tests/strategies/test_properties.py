@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from piper.base.errors import DirectiveError
 from piper.ir.dag.build import build
@@ -425,7 +426,9 @@ def forwards(dag: Dag) -> Dag:
             if b in kept
         ]
         nodes.append(
-            replace(node, after=tuple(b for b, _ in after), after_by=tuple(by for _, by in after))
+            structs.replace(
+                node, after=tuple(b for b, _ in after), after_by=tuple(by for _, by in after)
+            )
         )
     return replace(dag, nodes=tuple(nodes))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import piper
 from piper.base.errors import PiperError
@@ -749,7 +750,9 @@ def test_the_dag_can_be_walked_with_keys(opening: Open) -> None:
 def test_names_in_a_dag_are_text_and_nothing_else(opening: Open) -> None:
     steps, _ = real()
     first = steps[0][1]
-    nodes = tuple(replace(n, tags={HOSTILE: 0, **n.tags}, stream=HOSTILE) for n in first.nodes)
+    nodes = tuple(
+        structs.replace(n, tags={HOSTILE: 0, **n.tags}, stream=HOSTILE) for n in first.nodes
+    )
     values = tuple(replace(v, name=HOSTILE) for v in first.model.values)
     bad = replace(first, nodes=nodes, history=(HOSTILE,), model=replace(first.model, values=values))
     with opening(dag_page(HOSTILE, [(HOSTILE, bad), (HOSTILE, bad)], stages=[HOSTILE])) as seen:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from msgspec import structs
+
 from piper.ir.dag.dag import PASS, Dag, Node
 from piper.ir.dag.facts import ChunkFacts, Model
 from piper.ir.dag.values import ValueTable
@@ -51,7 +53,7 @@ def of_segments(regions: Dag, model: Model, origin: Sequence[int]) -> Dag:
             if which in model.chunks[chunk].variants[policy].passes:
                 op = Compute(chunk, which, microbatch)
                 reads, writes = table.wire(chunk, which, policy, microbatch)
-                nodes.append(replace(node, op=op, reads=reads, writes=writes))
+                nodes.append(structs.replace(node, op=op, reads=reads, writes=writes))
     return replace(
         regions,
         model=model,

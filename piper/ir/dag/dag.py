@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from msgspec import Struct
+
 from piper.ir.collectives import Move
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import Content, Extra, Role, Value, ValueTable
@@ -45,8 +47,7 @@ Tags = Mapping[str, Tag]
 PASS = "PASS"
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True, gc=False):
     """One operation: its op, devices, stream, reads, writes and order edges."""
 
     op: Op

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
+from msgspec import structs
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from piper.ir.collectives import Placement
@@ -135,4 +135,4 @@ def _experts(node: Node, rule: ShardRule, across: Placement, dim: int) -> Layout
     axes = [n for n, size in mesh.axes if (size, mesh.stride(n)) == (rule.ways, rule.stride)]
     if not axes:
         mesh, axes = rule.mesh(node.devices), ["ep"]
-    return _rows(replace(node, mesh=mesh), across).along(**{axes[0]: Shard(dim)})
+    return _rows(structs.replace(node, mesh=mesh), across).along(**{axes[0]: Shard(dim)})

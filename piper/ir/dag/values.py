@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from piper.ir.collectives import Placement
 from piper.ir.dag.facts import ChunkFacts, Model
@@ -66,8 +67,7 @@ class Content(Enum):
         return self in (Content.LOSS, Content.NORM, Content.OUTPUT, Content.LOAD)
 
 
-@dataclass(frozen=True, slots=True)
-class Extra:
+class Extra(Struct, frozen=True, gc=False):
     """A value that lowering added."""
 
     content: Content
@@ -93,8 +93,7 @@ _BUNDLES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(Struct, frozen=True, gc=False):
     """A value of one microbatch. ``of`` is the number of the model's value for BATCH, SEED,
     ACTIVATION and GRADIENT, and of the chunk for the others. ``by`` is the chunk that makes it, or
     -1 for BATCH and SEED. ``term`` distinguishes several terms of a GRADIENT from one chunk."""

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 
 from piper.ir.dag.values import Content
 from piper.ir.ops import Group, Op
@@ -132,8 +133,7 @@ class Slot:
     """Bucket slots into which its gradients are written and accumulated, by parameter name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(Struct, frozen=True, gc=False):
     """One instruction of a device. A slot in both ``reads`` and ``writes`` is changed in place. A
     slot in ``allocates`` or ``adds`` exists before it is written; any other written slot is new."""
 

@@ -11,8 +11,9 @@ A value keeps its number in the layout in which its rows are sharded over the de
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from msgspec import structs
 from torch.distributed.tensor import Shard
 
 from piper.base.errors import DirectiveError
@@ -94,7 +95,7 @@ class _Forms:
         if rule is not None:
             writes = tuple(self._made(value, number, rule) for value in writes)
         if (reads, writes) != (node.reads, node.writes):
-            self.out.nodes[number] = replace(node, reads=reads, writes=writes)
+            self.out.nodes[number] = structs.replace(node, reads=reads, writes=writes)
 
     def _rule(self, node: Node) -> ShardRule | None:
         """How the experts that a node computes are sharded, if they are. If they are not, but a

@@ -11,7 +11,7 @@ only its own term is added to it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.values import Content, Extra, Role
@@ -35,7 +35,7 @@ def add_up(dag: Dag) -> Dag:
                 value = sums[key]
             reads[value] = None
         if len(reads) < len(node.reads):
-            out.nodes[number] = replace(node, reads=tuple(reads))
+            out.nodes[number] = structs.replace(node, reads=tuple(reads))
     return out.dag()
 
 
@@ -52,6 +52,6 @@ def _sum(dag: Dag, out: Rewriter, value: int, microbatch: int) -> int:
         op = Add(value, chunk, microbatch)
         reads = before, *terms
         out.nodes.append(
-            replace(reader, op=op, reads=reads, writes=(total,), after=(), after_by=())
+            structs.replace(reader, op=op, reads=reads, writes=(total,), after=(), after_by=())
         )
     return total

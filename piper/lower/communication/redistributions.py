@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
 from torch.distributed.tensor import Replicate
 
 from piper.ir.collectives import ENDS, Move
@@ -48,7 +49,7 @@ def add_redistributions(dag: Dag) -> Dag:
             gone[number] = tuple(dag.predecessors(number))
         else:
             op = ops.of(move, node.mesh, rule.axis)
-            nodes[number] = replace(
+            nodes[number] = structs.replace(
                 node,
                 op=op,
                 stream=rule.stream if isinstance(op, Collective) else node.stream,
@@ -79,7 +80,7 @@ def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
                 again[value, op.chunk] = made = dag.first_extra + len(dag.extra) + len(extra)
                 extra.append(Extra(Content.VALUE, value, Replicate(), node.parts))
                 before = tuple(n for n in dag.predecessors(number) if not _is_forward(dag.nodes[n]))
-                nodes[len(dag.nodes) + len(extra)] = replace(
+                nodes[len(dag.nodes) + len(extra)] = structs.replace(
                     gather,
                     writes=(made,),
                     tags=node.tags,
@@ -87,7 +88,7 @@ def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
                     after_by=(gather.made_by,) * len(before),
                 )
             reads[place] = again[value, op.chunk]
-        nodes[number] = replace(node, reads=tuple(reads))
+        nodes[number] = structs.replace(node, reads=tuple(reads))
     return extra
 
 
@@ -147,7 +148,7 @@ def _renumbered(
         ]
         after = dict(pairs)
         kept.append(
-            replace(
+            structs.replace(
                 node,
                 reads=tuple(map(value, node.reads)),
                 after=tuple(after),

@@ -10,8 +10,7 @@ clipped. The norm is computed before the updates if gradients are clipped, other
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from msgspec import structs
 from torch.distributed.tensor import Partial, Replicate
 
 from piper.ir.dag.dag import Dag
@@ -36,7 +35,7 @@ def add_scalar_reductions(dag: Dag, *, clip: bool) -> Dag:
         needed.append(norm)
     for i in updates:
         node = dag.nodes[i]
-        out.nodes[i] = replace(node, reads=(*node.reads, *needed))
+        out.nodes[i] = structs.replace(node, reads=(*node.reads, *needed))
     if not clip and updates:
         done = [value for i in updates for value in dag.nodes[i].writes]
         _all_reduce(out, Content.NORM, everyone, done)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import replace
+
+from msgspec import structs
 
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.values import Role
@@ -44,5 +45,5 @@ def tie_gradients(dag: Dag) -> Dag:
         for later, earlier in itertools.pairwise(chunks):
             number, _ = row[earlier]
             node = changed.get(number, dag.nodes[number])
-            changed[number] = replace(node, reads=(*node.reads, row[later][1]))
+            changed[number] = structs.replace(node, reads=(*node.reads, row[later][1]))
     return dag.with_nodes(changed)

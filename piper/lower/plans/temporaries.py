@@ -4,7 +4,9 @@ communication holds until it ends. Plans state it, so the memory model only adds
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag
@@ -32,9 +34,9 @@ class Temporaries:
         """``x`` with its temporary memory."""
         match x.op:
             case Compute():
-                return replace(x, workspace=self._running(x, x.op))
+                return structs.replace(x, workspace=self._running(x, x.op))
             case Update():
-                return replace(x, workspace=self._updating(x))
+                return structs.replace(x, workspace=self._updating(x))
             case Transfer():
                 workspace, beside, after = self._message(x, x.op)
                 sends = beside == 0
@@ -51,7 +53,7 @@ class Temporaries:
             holds = (*holds, *x.writes)  # the caller gets them when the step ends
         if not (workspace or beside or after or holds):
             return x
-        return replace(x, workspace=workspace, beside=beside, at_end=after, holds=holds)
+        return structs.replace(x, workspace=workspace, beside=beside, at_end=after, holds=holds)
 
     def _message(self, x: Instruction, op: Transfer) -> tuple[int, int, int]:
         node, sizes, sends = self.dag.nodes[x.node], self.sizes, x.verb is Verb.SEND

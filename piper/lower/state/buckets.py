@@ -20,6 +20,8 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Tags
 from piper.ir.dag.values import Content, Extra, Role, Value, parameters_of
@@ -157,7 +159,7 @@ def _update(
         if op.kind is Move.REDUCE_SCATTER and bucket.level > 1:
             reduced = [
                 add(
-                    replace(op, groups=part.shard_groups),
+                    structs.replace(op, groups=part.shard_groups),
                     part.gradients,
                     made,
                     devices=part.devices,
@@ -186,7 +188,7 @@ def _gather(out: Rewriter, index: int, bucket: Bucket, uses: list[int]) -> None:
     )
     for number in uses:
         node = out.nodes[number]
-        out.nodes[number] = replace(node, reads=(*node.reads, whole))
+        out.nodes[number] = structs.replace(node, reads=(*node.reads, whole))
 
 
 def _everyone(bucket: Bucket) -> Group:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import replace
+
+from msgspec import structs
 
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node, name_of
@@ -31,7 +32,7 @@ def keep_buffers(dag: Dag, training: Dag | None = None) -> Dag:
         for before, number in itertools.pairwise(row):
             node = changed.get(number, dag.nodes[number])
             if before not in node.after:
-                changed[number] = replace(
+                changed[number] = structs.replace(
                     node, after=(*node.after, before), after_by=(*node.after_by, me)
                 )
     return dag.with_nodes(changed)

@@ -9,7 +9,7 @@ gradients stay alive and the plan accounts for their memory.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.grouped import grouped
@@ -28,7 +28,7 @@ def step_at_once(dag: Dag) -> Dag:
         node = changed.get(last, dag.nodes[last])
         before = [i for i in others if i not in node.after]
         reads = [value for i in others for value in dag.nodes[i].reads]
-        changed[last] = replace(
+        changed[last] = structs.replace(
             node,
             reads=tuple(dict.fromkeys((*node.reads, *reads))),
             after=(*node.after, *before),

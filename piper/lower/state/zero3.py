@@ -10,7 +10,7 @@ as memory allows.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from msgspec import structs
 
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.values import Content, Extra
@@ -53,7 +53,7 @@ def add_gathers(dag: Dag, order: IssueOrder, ahead: int = AHEAD, *, stages: bool
                     held[bucket] = _gather(dag, out, bucket, row[place], before, gathers)
             node = out.nodes[row[place]]
             mine = (held[bucket] for bucket in used)
-            out.nodes[row[place]] = replace(node, reads=(*node.reads, *mine))
+            out.nodes[row[place]] = structs.replace(node, reads=(*node.reads, *mine))
     return out.dag()
 
 
@@ -81,7 +81,7 @@ def _keep_order(out: Rewriter, row: list[int]) -> None:
     for before, number in itertools.pairwise(row):
         node = out.nodes[number]
         if before not in node.after:
-            out.nodes[number] = replace(
+            out.nodes[number] = structs.replace(
                 node, after=(*node.after, before), after_by=(*node.after_by, node.made_by)
             )
 
@@ -120,7 +120,7 @@ class _Gathers:
             (every,) = redistribute(layouts.at_rest, layouts.in_use)
             members = frozenset(devices)
             mine = tuple(group for group in every.groups if members.issuperset(group))
-            self._known[key] = replace(every, groups=mine)
+            self._known[key] = structs.replace(every, groups=mine)
         return self._known[key]
 
 

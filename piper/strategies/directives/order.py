@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from msgspec import structs
+
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, Node, name_of
@@ -74,12 +76,12 @@ class Order(Directive):
         for number in seen:
             node = dag.nodes[number]
             if not after[number]:
-                changed[number] = replace(node, ordered_by=me)
+                changed[number] = structs.replace(node, ordered_by=me)
                 continue
             old = dict(zip(node.after, node.after_by, strict=True))
             edges = sorted({**dict.fromkeys(after[number], me), **old}.items())
             befores, by = zip(*edges, strict=True)
-            changed[number] = replace(
+            changed[number] = structs.replace(
                 node, after=befores, after_by=by, made_by=node.changed_by(me), ordered_by=me
             )
         return dag.with_nodes(changed)
@@ -173,7 +175,7 @@ def _divide(dag: Dag, filters: Sequence[Filter], me: int) -> Dag:
     return replace(
         dag,
         nodes=tuple(
-            replace(node, after=tuple(moved[b] for b in node.after)) if node.after else node
+            structs.replace(node, after=tuple(moved[b] for b in node.after)) if node.after else node
             for node in nodes
         ),
     )
@@ -196,11 +198,11 @@ def _passes(dag: Dag, node: Node) -> list[Pass]:
 def _halves(dag: Dag, node: Node, me: int) -> list[Node]:
     made = []
     for which in _passes(dag, node):
-        op = replace(node.compute, which=which)
+        op = structs.replace(node.compute, which=which)
         reads, writes = dag.table.wire(op.chunk, which, dag.policy(op.chunk), op.microbatch)
         tags = {**node.tags, PASS: which}
         by = node.changed_by(me)
-        made.append(replace(node, op=op, tags=tags, reads=reads, writes=writes, made_by=by))
+        made.append(structs.replace(node, op=op, tags=tags, reads=reads, writes=writes, made_by=by))
     return made
 
 

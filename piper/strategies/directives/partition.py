@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from msgspec import structs
+
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.base.units import counted
@@ -65,7 +67,7 @@ class Partition(Directive):
     def _tagged(self, dag: Dag, stages: Sequence[int], me: int) -> Dag:
         """``dag`` with each chunk tagged with its stage."""
         changed = {
-            number: replace(
+            number: structs.replace(
                 node, tags={**node.tags, self.into: stages[node.compute.chunk]}, made_by=me
             )
             for number, node in enumerate(dag.nodes)

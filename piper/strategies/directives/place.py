@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from msgspec import structs
+
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, name_of
@@ -63,7 +65,7 @@ class Place(Directive):
                     f"{name_of(dag, number)} is placed already, on {list(node.devices)} by "
                     f"{dag.history[node.sends.made_by]}: make the two filters disjoint"
                 )
-            changed[number] = replace(
+            changed[number] = structs.replace(
                 node, devices=group, mesh=mesh, replicas=self.replicas, sends=sends, made_by=me
             )
             if self.sequence is not None and mesh is not None:

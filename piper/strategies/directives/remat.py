@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from msgspec import structs
+
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag
@@ -42,7 +44,7 @@ class Remat(Directive):
             op = node.compute
             if op.chunk in chunks:
                 reads, writes = dag.table.wire(op.chunk, op.which, policy, op.microbatch)
-                changed[number] = replace(node, reads=reads, writes=writes, made_by=me)
+                changed[number] = structs.replace(node, reads=reads, writes=writes, made_by=me)
         remat = {**dag.remat, **dict.fromkeys(chunks, policy)}
         return replace(dag.with_nodes(changed), remat=remat)
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from msgspec import structs
+
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node, name_of
@@ -172,7 +174,7 @@ class Shard(Directive):
                 continue
             mesh = meshes.setdefault(distinct.of(node.mesh), node.mesh.first(self.batch))
             others = [size for axis, size in mesh.axes if axis not in self.batch]
-            changed[number] = replace(
+            changed[number] = structs.replace(
                 node, devices=mesh.devices, mesh=mesh, replicas=math.prod(others), made_by=me
             )
             chunk = node.compute.chunk

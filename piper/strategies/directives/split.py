@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from msgspec import structs
+
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node
@@ -57,7 +59,7 @@ class Split(Directive):
 
     def _copy(self, dag: Dag, node: Node, microbatch: int, me: int) -> Node:
         first, op = microbatch * dag.table.size, node.compute
-        return replace(
+        return structs.replace(
             node,
             op=Compute(op.chunk, op.which, microbatch),
             tags={**node.tags, self.into: microbatch},

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from msgspec import structs
+
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag
@@ -36,7 +38,7 @@ class Stream(Directive):
         sms = None if self.sms is None else _share(self.sms)
         matched = [] if self.where is None else select(dag, Filter.of(self.where))
         changed = {
-            i: replace(node, stream=self.stream, made_by=node.changed_by(me))
+            i: structs.replace(node, stream=self.stream, made_by=node.changed_by(me))
             for i in matched
             for node in [dag.nodes[i]]
         }
