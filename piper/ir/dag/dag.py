@@ -144,6 +144,20 @@ class Dag:
         """The node that makes each value."""
         return {value: i for i, node in enumerate(self.nodes) for value in node.writes}
 
+    def role(self, value: int) -> Role | None:
+        """The role of a value of the model; None for a value that lowering added."""
+        return None if value >= self.first_extra else self.table.roles[value % self.table.size]
+
+    def activations(self, of: int) -> list[int]:
+        """The numbers of a value of the model, of each microbatch in which a node makes it."""
+        size, made = self.table.size, self.producers
+        mine = [
+            i
+            for i, value in enumerate(self.table.values)
+            if value.role is Role.ACTIVATION and value.of == of
+        ]
+        return [n for i in mine for n in range(i, self.first_extra, size) if n in made]
+
     def plain(self, value: int) -> int:
         """The model's value that an added value is a form of; other values are returned as is."""
         while value >= self.first_extra:
@@ -212,8 +226,10 @@ class Dag:
 
     def with_nodes(self, changed: Mapping[int, Node]) -> Dag:
         """This DAG with some nodes replaced, by number."""
-        nodes = tuple(changed.get(i, node) for i, node in enumerate(self.nodes))
-        return replace(self, nodes=nodes)
+        nodes = list(self.nodes)
+        for number, node in changed.items():
+            nodes[number] = node
+        return replace(self, nodes=tuple(nodes))
 
     def noted(self, *directives: str) -> Dag:
         """This DAG with more entries in its history; the first has number ``len(self.history)``."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.facts import Model, PassFacts, Stored
-from piper.ir.dag.values import Content, Extra, Role, Value, parameters_of
+from piper.ir.dag.values import Content, Extra, Role, Value
 from piper.ir.ops import Collective, Compute
-from piper.ir.passes import Kind, Ref, RematPolicy
+from piper.ir.passes import Kind, Pass, Ref, RematPolicy
 
 _SCALAR = 8
 
@@ -22,18 +22,19 @@ class Sizes:
 
     dag: Dag
     models: Mapping[int, Model]
-    _groups: dict[int, int] = field(default_factory=dict)
+    _given: dict[int, int] = field(default_factory=dict)
+    """For each value that no node makes, the number of parts in which its first reader has it."""
     _known: dict[tuple[object, ...], Stored] = field(default_factory=dict)
+    _passes: dict[tuple[int, Pass, int], PassFacts] = field(default_factory=dict)
     _first_extra: int = 0
 
     def __post_init__(self) -> None:
         self._first_extra = self.dag.first_extra
+        made = self.dag.producers
         for node in self.dag.nodes:
-            size = node.parts
             for value in node.reads:
-                self._groups.setdefault(value, size)
-            for value in node.writes:
-                self._groups[value] = size
+                if value not in made:
+                    self._given.setdefault(value, node.parts)
 
     def nbytes(self, number: int) -> int:
         """Bytes of a value on each device that holds it; equal for all microbatches."""
@@ -53,7 +54,7 @@ class Sizes:
         stored = self._known.get(key)
         if stored is None:
             if number < self._first_extra:
-                stored = self._of_model(number, self._groups.get(number, 1))
+                stored = self._of_model(number, self._parts(number))
             else:
                 stored = self._of_extra(self.dag.extra[number - self._first_extra])
             self._known[key] = stored
@@ -62,12 +63,17 @@ class Sizes:
     def _key(self, number: int) -> tuple[object, ...]:
         """What a value's size depends on."""
         if number < self._first_extra:
-            return number % self.dag.table.size, self._groups.get(number, 1)
+            return number % self.dag.table.size, self._parts(number)
         extra = self.dag.extra[number - self._first_extra]
         if extra.content is not Content.VALUE:
             return extra.content, extra.of
         of = self.dag.plain(extra.of) % self.dag.table.size
         return extra.layout is None, of, extra.parts, extra.rows, extra.summed
+
+    def _parts(self, number: int) -> int:
+        """The number of devices that shard the rows of a value of the model."""
+        made = self.dag.producers.get(number)
+        return self._given.get(number, 1) if made is None else self.dag.nodes[made].parts
 
     def given(self, number: int, group: int) -> int:
         """Bytes of a batch tensor on each of ``group`` devices that shard its rows."""
@@ -75,8 +81,11 @@ class Sizes:
 
     def facts(self, op: Compute, group: int) -> PassFacts:
         """The facts of a pass at the shapes of a group of ``group`` devices."""
-        model = self.models.get(group, self.dag.model)
-        return model.chunks[op.chunk].variants[self.dag.policy(op.chunk)].passes[op.which]
+        key = op.chunk, op.which, group
+        if key not in self._passes:
+            variants = self.models.get(group, self.dag.model).chunks[op.chunk].variants
+            self._passes[key] = variants[self.dag.policy(op.chunk)].passes[op.which]
+        return self._passes[key]
 
     def _of_extra(self, extra: Extra) -> Stored:
         match extra.content:
@@ -181,8 +190,7 @@ class Sizes:
             case Role.BI_SAVED:
                 return Stored(model.chunks[value.of].variants[policy].bi_saved_bytes)
             case Role.PARAMETER_GRADIENT | Role.TIED_GRADIENT:
-                chunk = model.chunks[value.of]
-                own, tied = parameters_of(model, chunk, self.dag.table.ties)
+                own, tied = self.dag.table.parameters[value.of]
                 names = tied if value.role is Role.TIED_GRADIENT else own
                 return Stored(
                     sum(

@@ -85,6 +85,9 @@ class Extra(Struct, frozen=True, gc=False):
 
 
 GIVEN = (Role.BATCH, Role.SEED)
+MOVED = (Role.ACTIVATION, Role.GRADIENT)
+"""Roles of the values that go from chunk to chunk."""
+PARAMETER_GRADIENTS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
 _BUNDLES = {
     Kind.SAVED: Role.SAVED,
     Kind.SAVED_FOR_BW: Role.SAVED_FOR_BW,
@@ -118,6 +121,8 @@ class ValueTable:
         self.ties = tied_chunks(model)
         """For each chunk with tied parameters, a number that it shares with the other users of
         these parameters."""
+        self.parameters = [parameters_of(model, chunk, self.ties) for chunk in model.chunks]
+        """The trained parameters of each chunk: its own, and its tied ones."""
         self._wired: dict[
             tuple[int, Pass, RematPolicy], tuple[tuple[int, ...], tuple[int, ...]]
         ] = {}
@@ -126,6 +131,7 @@ class ValueTable:
                 for which in variant.passes:
                     self._wired[chunk.index, which, policy] = self._wire(chunk, which, policy)
         self.size = len(self.values)
+        self.roles = [value.role for value in self.values]
 
     def number(self, value: Value, microbatch: int) -> int:
         """The number of a value for one microbatch."""
@@ -178,7 +184,7 @@ class ValueTable:
             case Kind.INPUT_GRAD:
                 yield _term(chunk, ref)
             case Kind.PARAMETER_GRAD if chunk.index in self.ties:
-                own, tied = parameters_of(self._model, chunk, self.ties)
+                own, tied = self.parameters[chunk.index]
                 if own:
                     yield Value(Role.PARAMETER_GRADIENT, chunk.index, chunk.index)
                 if tied:

@@ -28,8 +28,8 @@ def _one_producer(dag: Dag) -> None:
     made = Counter(value for node in dag.nodes for value in node.writes)
     for node in dag.nodes:
         for number in node.reads:
-            given = number < dag.first_extra and dag.table.value(number)[0].role in GIVEN
-            assert made[number] == (0 if given else 1), "a directive lost or doubled a value"
+            given = number not in made and dag.role(number) in GIVEN
+            assert given or made[number] == 1, "a directive lost or doubled a value"
 
 
 def refuse_scattered(dag: Dag) -> None:

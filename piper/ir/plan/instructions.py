@@ -23,11 +23,13 @@ class Verb(Enum):
     SELECT = "select"
     COPY = "copy"
 
+    __hash__ = object.__hash__  # Enum's own is slow
 
-COMMUNICATING = (Verb.SEND, Verb.RECV, Verb.COLLECTIVE)
+
+COMMUNICATING = frozenset((Verb.SEND, Verb.RECV, Verb.COLLECTIVE))
 
 
-BESIDE = (*COMMUNICATING, Verb.COPY)
+BESIDE = COMMUNICATING | {Verb.COPY}
 """Verbs that run concurrently with later computations, until an instruction waits for them."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.values import Content, Role
+from piper.ir.dag.values import Content
 from piper.ir.grouped import grouped
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 
@@ -97,8 +97,5 @@ def _values_counted_once(dag: Dag) -> Iterator[int]:
             if content is not Content.VALUE and not takes_every_copy(dag, node):
                 yield from node.reads
     wanted = {of for of in dag.model.outputs if dag.model.values[of].shape}
-    for value in dag.producers if wanted else ():
-        if value < dag.first_extra:
-            template, _ = dag.table.value(value)
-            if template.role is Role.ACTIVATION and template.of in wanted:
-                yield value
+    for of in wanted:
+        yield from dag.activations(of)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from piper.base.errors import PiperError
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.values import Content, Role, parameters_of
+from piper.ir.dag.values import Content, Role
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
 from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.ir.plan.plan import Plan
@@ -103,6 +103,7 @@ def _gradients(dag: Dag) -> None:
     owners: defaultdict[str, set[Group]] = defaultdict(set)
     made: defaultdict[str, set[int]] = defaultdict(set)
     carried: set[int] = set()
+    ties = bool(dag.table.ties)
     seen: set[tuple[int, int]] = set()
     for node in dag.nodes:
         if not isinstance(node.op, Compute):
@@ -112,14 +113,15 @@ def _gradients(dag: Dag) -> None:
             seen.add((chunk.index, id(node.devices)))
             for name in chunk.parameters:
                 owners[name].add(node.devices)
-        own, tied = parameters_of(dag.model, chunk, dag.table.ties)
+        own, tied = dag.table.parameters[chunk.index]
         for value in node.writes:
-            role = _role(dag, value)
+            role = dag.role(value)
             for name in own if role is Role.PARAMETER_GRADIENT else ():
                 made[name].add(value)
             for name in tied if role is Role.TIED_GRADIENT else ():
                 made[name].add(value)
-        carried.update(v for v in node.reads if _role(dag, v) is Role.TIED_GRADIENT)
+        if ties:
+            carried.update(v for v in node.reads if dag.role(v) is Role.TIED_GRADIENT)
     summed: dict[int, list[int]] = {}
     for node in dag.nodes:
         if isinstance(node.op, Update):
@@ -132,10 +134,6 @@ def _gradients(dag: Dag) -> None:
                 raise _fault(f"the gradient of {name} is not summed over all its owners")
             if any(terms[value] != (value not in carried) for value in made[name]):
                 raise _fault(f"a gradient of {name} is not summed once")
-
-
-def _role(dag: Dag, value: int) -> Role | None:
-    return None if value >= dag.first_extra else dag.table.value(value)[0].role
 
 
 def _own(dag: Dag, node: Node) -> list[int]:

@@ -19,14 +19,13 @@ from torch.distributed.tensor import Shard
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
-from piper.ir.dag.values import Content, Extra, Role
+from piper.ir.dag.values import MOVED, Content, Extra
 from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Collective, Compute, Group, Transfer, same_group
 from piper.ir.rules import ShardRule
 from piper.lower.communication.sorted_rows import SortedValues
 from piper.lower.rewriter import Rewriter
 
-_MOVED = (Role.ACTIVATION, Role.GRADIENT)
 _BY_ROWS, _BY_EXPERT = Shard(1), Shard(0)
 """The layouts of rows where they are made, and where their experts are."""
 
@@ -90,7 +89,7 @@ class _Forms:
         """Make a node read and write values in the layouts that it needs."""
         node = self._dag.nodes[number]
         rule = self._rule(node)
-        reads = tuple(self._read(value, number, rule) for value in node.reads)
+        reads = tuple([self._read(value, number, rule) for value in node.reads])
         writes = node.writes
         if rule is not None:
             writes = tuple(self._made(value, number, rule) for value in writes)
@@ -116,6 +115,9 @@ class _Forms:
         if maker is None:
             return value
         made = self._dag.nodes[maker]
+        here = made.devices is node.devices and made.replicas == node.replicas
+        if here and self._sorted.ordinary(value) and (rule is None or not self._moves(value)):
+            return value
         if rule is not None and (value, node.compute.chunk) in self._undivided:
             return self._undivided[value, node.compute.chunk]  # a backward reads its own forward's
         by_expert = self._sorted.resized(value, maker, reader)
@@ -183,7 +185,7 @@ class _Forms:
         first = self._dag.first_extra
         while value >= first:
             value = self.out.extra[value - first].of  # received or added up: a form of a value
-        return self._dag.table.value(value)[0].role in _MOVED
+        return self._dag.role(value) in MOVED
 
     def _all_to_all(
         self,

@@ -14,7 +14,7 @@ from msgspec import structs
 from torch.distributed.tensor import Partial, Replicate
 
 from piper.ir.dag.dag import Dag
-from piper.ir.dag.values import Content, Extra, Role
+from piper.ir.dag.values import Content, Extra
 from piper.ir.ops import Collective, Group, Update
 from piper.lower.rewriter import Rewriter
 
@@ -41,7 +41,7 @@ def add_scalar_reductions(dag: Dag, *, clip: bool) -> Dag:
         _all_reduce(out, Content.NORM, everyone, done)
     for output in dag.model.outputs:
         if not dag.model.values[output].shape:
-            _all_reduce(out, Content.OUTPUT, everyone, _of_each(dag, [output]), of=output)
+            _all_reduce(out, Content.OUTPUT, everyone, dag.activations(output), of=output)
     for chunk, counts in _counts(dag).items():
         _all_reduce(out, Content.LOAD, everyone, counts, of=chunk)
     return out.dag()
@@ -54,29 +54,13 @@ def _counts(dag: Dag) -> dict[int, list[int]]:
         for chunk in dag.model.chunks
         if chunk.sorted_rows is not None
     }
-    counts: dict[int, list[int]] = {chunk: [] for chunk in wanted.values()}
-    for number in sorted(dag.producers) if wanted else ():
-        if number < dag.first_extra:
-            value, _ = dag.table.value(number)
-            if value.role is Role.ACTIVATION and value.of in wanted:
-                counts[wanted[value.of]].append(number)
-    return counts
+    return {chunk: dag.activations(value) for value, chunk in wanted.items()}
 
 
 def _losses(dag: Dag) -> list[int]:
     """The losses of all microbatches, then their divisors."""
-    return _of_each(dag, [dag.model.loss] + ([] if dag.model.count is None else [dag.model.count]))
-
-
-def _of_each(dag: Dag, wanted: list[int]) -> list[int]:
-    """The ``wanted`` values, each for all microbatches, in order."""
-    numbers: dict[int, list[int]] = {value: [] for value in wanted}
-    for number in sorted(dag.producers):
-        if number < dag.first_extra:
-            value, _ = dag.table.value(number)
-            if value.role is Role.ACTIVATION and value.of in numbers:
-                numbers[value.of].append(number)
-    return [number for value in wanted for number in numbers[value]]
+    counts = [] if dag.model.count is None else dag.activations(dag.model.count)
+    return dag.activations(dag.model.loss) + counts
 
 
 def _all_reduce(

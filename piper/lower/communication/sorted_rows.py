@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
-from piper.ir.dag.values import Role, Value
+from piper.ir.dag.values import MOVED, Role, Value
 from piper.ir.ops import Collective, Compute
 from piper.ir.overlaps import most_overlaps
 
@@ -44,6 +44,16 @@ class SortedValues:
         for chunk in dag.model.chunks:
             for value in (*chunk.inputs, *chunk.outputs) if chunk.sorted_rows else ():
                 self._experts[value].add(chunk.index)
+        values = dag.model.values
+        self._ordinary = [
+            v.role not in MOVED or not (v.of in self._experts or values[v.of].placements)
+            for v in dag.table.values
+        ]
+
+    def ordinary(self, value: int) -> bool:
+        """Whether a value of the model is neither sorted nor sharded along an axis, so that devices
+        with equal parts of the batch have equal parts of it."""
+        return value < self._dag.first_extra and self._ordinary[value % self._dag.table.size]
 
     def counts(self, chunk: int, microbatch: int) -> int:
         """The number of the value with the row counts of each expert of a chunk."""
@@ -64,7 +74,7 @@ class SortedValues:
         for the chunk ``other``, which is not sharded along these axes."""
         op, facts = node.op, self._dag.model
         entry = self._dag.table.value(self._dag.plain(value))[0]
-        if not isinstance(op, Compute) or entry.role not in (Role.ACTIVATION, Role.GRADIENT):
+        if not isinstance(op, Compute) or entry.role not in MOVED:
             return 1
         there = {segment.axis for segment in facts.chunks[other].segments}
         axes = {p.axis for p in facts.values[entry.of].placements} - there
@@ -81,7 +91,7 @@ class SortedValues:
         that has them in different parts than they were sorted in."""
         dag = self._dag
         entry, microbatch = dag.table.value(dag.plain(value))
-        if entry.role not in (Role.ACTIVATION, Role.GRADIENT) or entry.of not in self._experts:
+        if entry.role not in MOVED or entry.of not in self._experts:
             return False
         experts = self._experts[entry.of]
         parts = self.parts(min(experts), microbatch)

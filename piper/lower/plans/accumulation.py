@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.sizes import Sizes
-from piper.ir.dag.values import Content, Role, parameters_of
+from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Role
 from piper.ir.plan.instructions import MemoryKind, Slot, Verb
 
 LINE = 64
 """Alignment in bytes of gradients that accumulate separately."""
-GRADIENTS = (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT)
 
 
 class Accumulation:
@@ -35,8 +34,14 @@ class Accumulation:
         """Record the reads and writes of an instruction. True if it reduces gradients that
         accumulate in one buffer."""
         if verb is Verb.COMPUTE:
-            self._times.update(v for v in writes if self._role(v) in GRADIENTS)
-        if verb is not Verb.COLLECTIVE or not reads or self._role(reads[0]) not in GRADIENTS:
+            for value in writes:
+                if self._dag.role(value) in PARAMETER_GRADIENTS:
+                    self._times[value] += 1
+        if (
+            verb is not Verb.COLLECTIVE
+            or not reads
+            or self._dag.role(reads[0]) not in PARAMETER_GRADIENTS
+        ):
             return False  # a second reduction reads sums
         (made,) = writes
         extra = self._dag.extra[made - self._dag.first_extra]
@@ -63,8 +68,7 @@ class Accumulation:
     def names(self, value: int) -> tuple[str, ...]:
         """The parameters whose gradients a value holds."""
         template = self._dag.table.value(value)[0]
-        chunk = self._dag.model.chunks[template.of]
-        own, tied = parameters_of(self._dag.model, chunk, self._dag.table.ties)
+        own, tied = self._dag.table.parameters[template.of]
         return tied if template.role is Role.TIED_GRADIENT else own
 
     def buffer(self, made: int) -> Slot:
@@ -94,8 +98,3 @@ class Accumulation:
 
     def _bucket(self, made: int) -> int:
         return self._dag.extra[made - self._dag.first_extra].of
-
-    def _role(self, value: int) -> Role | None:
-        if value >= self._dag.first_extra:
-            return None
-        return self._dag.table.values[value % self._dag.table.size].role

@@ -8,13 +8,13 @@ from functools import cached_property
 
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.sizes import Sizes
-from piper.ir.dag.values import Content, Role
+from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Role
 from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
 from piper.ir.passes import Kind, Ref
 from piper.ir.plan.instructions import MemoryKind, Slot, Verb
 from piper.ir.plan.rank_classes import RankClasses
 from piper.ir.rules import OptimizerCost
-from piper.lower.plans.accumulation import GRADIENTS
+from piper.ir.shards import RANK
 
 _HOLDERS = {
     Role.BATCH: MemoryKind.BATCH,
@@ -57,12 +57,23 @@ class PlanContext:
         self.gpu = gpu
         self.sums = _sums(dag)
         self._names: dict[int, str] = {}
-        self._roles = [value.role for value in dag.table.values]
+        self._axes: dict[int, tuple[tuple[str, int, int], ...]] = {}
         self._first_extra = dag.first_extra
+        self._made: dict[tuple[Verb, int, int], Slot] = {}
+        """By verb, value of one microbatch and number of parts of its rows."""
         self._slots: dict[tuple[MemoryKind, int, int | None], Slot] = {}
 
-    def slot(self, verb: Verb, value: int) -> Slot:
-        """The slot that an instruction writes ``value`` into. Not for parameter gradients."""
+    def slot(self, verb: Verb, node: Node, value: int) -> Slot:
+        """The slot into which the instruction of a node writes ``value``. Not for parameter
+        gradients."""
+        if value >= self._first_extra:
+            return self._slot(verb, value)
+        key = verb, value % self.dag.table.size, node.parts
+        if key not in self._made:
+            self._made[key] = self._slot(verb, value)
+        return self._made[key]
+
+    def _slot(self, verb: Verb, value: int) -> Slot:
         bucket = None
         holder = MemoryKind.COMMUNICATION
         if value >= self._first_extra:
@@ -74,7 +85,7 @@ class PlanContext:
             elif verb is Verb.ADD:
                 holder = MemoryKind.ACTIVATIONS
         elif verb is Verb.COMPUTE:
-            holder = _HOLDERS[self._roles[value % len(self._roles)]]
+            holder = _HOLDERS[self.dag.table.roles[value % self.dag.table.size]]
         return self.held(holder, self.sizes.nbytes(value), bucket)
 
     def held(self, holder: MemoryKind, nbytes: int, bucket: int | None = None) -> Slot:
@@ -86,19 +97,23 @@ class PlanContext:
     @cached_property
     def largest_loss(self) -> int:
         """The largest number of devices over which the rows of a loss are sharded."""
-        return max(
-            node.parts
-            for node in self.dag.nodes
-            for value in node.writes
-            if self.role(value) is Role.ACTIVATION
-            and self.dag.table.value(value)[0].of == self.dag.model.loss
-        )
+        nodes, producers = self.dag.nodes, self.dag.producers
+        return max(nodes[producers[v]].parts for v in self.dag.activations(self.dag.model.loss))
 
     def name(self, number: int) -> str:
         text = self._names.get(number)
         if text is None:
             text = self._names[number] = name_of(self.dag, number)
         return text
+
+    def axes(self, chunk: int) -> tuple[tuple[str, int, int], ...]:
+        """The axes that shard a chunk, if its passes depend on a device's rank along them."""
+        if chunk not in self._axes:
+            names = self.dag.model.chunks[chunk].buffers
+            axes = [name.removeprefix(RANK) for name in names if name.startswith(RANK)]
+            rules = [self.dag.rule(chunk, axis) for axis in axes]
+            self._axes[chunk] = tuple((rule.axis, rule.stride, rule.ways) for rule in rules)
+        return self._axes[chunk]
 
     def private(self, value: int) -> bool:
         """Whether an activation or gradient is contiguous and shares its memory with no other."""
@@ -116,15 +131,13 @@ class PlanContext:
             ref = Ref(Kind.OUTPUT, chunk.outputs.index(of.of))
         return ref in self.sizes.facts(maker.op, maker.parts).private
 
-    def role(self, value: int) -> Role | None:
-        return None if value >= self._first_extra else self._roles[value % len(self._roles)]
-
     def about(self, node: Node) -> tuple[Content | None, int]:
         """What a communication moves, and the node's model value or bucket."""
-        if isinstance(node.op, Compute | Add | Select):
-            return None, 0
-        if isinstance(node.op, Update):
-            return None, node.op.bucket
+        match node.op:
+            case Compute() | Add() | Select():
+                return None, 0
+            case Update(bucket=bucket):
+                return None, bucket
         (written,) = node.writes
         content = self.content(written)
         if content is Content.VALUE:
@@ -171,4 +184,4 @@ def _kind(dag: Dag, value: int) -> object | None:
         extra = dag.extra[value - dag.first_extra]
         return extra if extra.content is Content.GRADIENTS else None
     template = dag.table.value(value)[0]
-    return template if template.role in GRADIENTS else None
+    return template if template.role in PARAMETER_GRADIENTS else None

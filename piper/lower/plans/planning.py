@@ -13,7 +13,7 @@ from piper.base.errors import DirectiveError
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.sizes import Sizes
-from piper.ir.dag.values import Content, Role
+from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Role
 from piper.ir.ops import Add, Collective, Compute, Group, Select, Transfer, Update, same_group
 from piper.ir.plan.instructions import (
     COMMUNICATING,
@@ -31,9 +31,8 @@ from piper.ir.plan.issue_order import IssueOrder
 from piper.ir.plan.plan import Plan
 from piper.ir.plan.rank_classes import RankClasses, takes_every_copy
 from piper.ir.rules import OptimizerCost
-from piper.ir.shards import RANK
 from piper.lower.communication.sorted_rows import brought_in_turn
-from piper.lower.plans.accumulation import GRADIENTS, Accumulation
+from piper.lower.plans.accumulation import Accumulation
 from piper.lower.plans.plan_context import PlanContext, Touched
 from piper.lower.plans.temporaries import Temporaries
 
@@ -146,16 +145,10 @@ class _Planner:
     def _outputs(self, row: list[int]) -> list[int]:
         """The outputs that have rows and that this class makes and returns."""
         values = self.dag.model.values
-        wanted = {of for of in self.dag.model.outputs if values[of].shape}
-        made = [
-            value
-            for number in (row if wanted else ())
-            if isinstance(self.dag.nodes[number].op, Compute)
-            for value in self.dag.nodes[number].writes
-            if self.shared.role(value) is Role.ACTIVATION
-            and self.dag.table.value(value)[0].of in wanted
-        ]
-        return self._mine(tuple(made))
+        wanted = [of for of in self.dag.model.outputs if values[of].shape]
+        made = {value for of in wanted for value in self.dag.activations(of)}
+        in_order = (v for number in (row if wanted else ()) for v in self.dag.nodes[number].writes)
+        return self._mine(tuple(value for value in in_order if value in made))
 
     def _return(self, value: int, rows: RowShards) -> Returned:
         template, microbatch = self.dag.table.value(value)
@@ -193,7 +186,7 @@ class _Planner:
         for number in row:
             node = self.dag.nodes[number]
             for value in node.reads if isinstance(node.op, Compute) else ():
-                role = self.shared.role(value)
+                role = self.dag.role(value)
                 if role is Role.BATCH:
                     rows = self._rows(node)
                     if value not in known:
@@ -238,7 +231,7 @@ class _Planner:
         )
 
     def _leaders(self, values: Iterable[int]) -> list[int]:
-        return list(dict.fromkeys(self.sums.get(v, v) for v in values))
+        return [*dict.fromkeys([self.sums.get(v, v) for v in values])]
 
     def _mine(self, values: tuple[int, ...], *, alike: bool = False) -> list[int]:
         """The ``values`` that this class makes and contributes: only the first of equal copies,
@@ -252,15 +245,6 @@ class _Planner:
             if self.me in by(maker.devices)
             and (alike or self.dag.copy_of(maker, maker.devices.index(self.members[0])) == 0)
         ]
-
-    def _axes(self, node: Node) -> tuple[tuple[str, int, int], ...]:
-        """The axes that shard a node's computation, if it depends on a device's rank along them."""
-        if not isinstance(node.op, Compute):
-            return ()
-        names = self.dag.model.chunks[node.op.chunk].buffers
-        axes = [name.removeprefix(RANK) for name in names if name.startswith(RANK)]
-        rules = [self.dag.rule(node.op.chunk, axis) for axis in axes]
-        return tuple((rule.axis, rule.stride, rule.ways) for rule in rules)
 
     def _rows(self, node: Node) -> RowShards:
         """The devices that shard the rows of a node's computation. Equal ones are one object."""
@@ -282,15 +266,17 @@ class _Planner:
         added = [v for v in writes if v in made_at]
         before: list[int] = []
         brought: list[int] = []
-        in_turn = brought_in_turn(self.dag, node)
+        computes = verb is Verb.COMPUTE
+        in_turn = None if computes else brought_in_turn(self.dag, node)
         for value in (*reads, *added):
             if made := made_at.get(value):
                 before += made
                 last = self.out[made[-1]]
                 if last.verb in COMMUNICATING and last.node != in_turn:
                     brought.append(made[-1])
-        before += [self.node_at[b] for b in node.after if b in self.node_at]
-        content, of = self.shared.about(node)
+        if node.after:
+            before += [self.node_at[b] for b in node.after if b in self.node_at]
+        content, of = (None, 0) if computes else self.shared.about(node)
         read = tuple([slots[v] for v in reads])
         allocates: list[int] = []
         for value in writes:
@@ -312,7 +298,7 @@ class _Planner:
                     op=node.op,
                     content=content,
                     of=of,
-                    rows=self._rows(node) if verb is Verb.COMPUTE else NO_ROWS,
+                    rows=self._rows(node) if computes else NO_ROWS,
                     reads=read,
                     writes=written,
                     adds=adds,
@@ -320,14 +306,14 @@ class _Planner:
                     frees=self._frees(reads, writes),
                     waits=waits,
                     ends=tuple([w for w in waits if w in self.under_way]),
-                    buckets=self._buckets(verb, content, of, reads),
-                    axes=self._axes(node),
-                    weights=self._weights(content, reads),
-                    early=None if waits else self._early(verb, node, written),
+                    buckets=() if computes else self._buckets(verb, content, of, reads),
+                    axes=self.shared.axes(node.op.chunk) if isinstance(node.op, Compute) else (),
+                    weights=() if computes else self._weights(content, reads),
+                    early=None if waits or computes else self._early(verb, node, written),
                 )
             )
         )
-        if verb is Verb.COMPUTE:
+        if computes:
             self.computed = here
         self.under_way.difference_update(waits)
         if verb in COMMUNICATING:
@@ -345,10 +331,10 @@ class _Planner:
         """Allocate a slot for ``value``, or reuse an input's slot for a change in place. For the
         first gradients of a sum, also allocate the memory in which they accumulate."""
         summed = self.accumulation
-        if self._in_place(node, reads):
+        if verb is Verb.COLLECTIVE and self._in_place(node, reads):
             self.slots[value] = self.slots.pop(reads[-1])
-        elif self.shared.role(value) not in GRADIENTS:
-            self._new(value, self.shared.slot(verb, value))
+        elif self.dag.role(value) not in PARAMETER_GRADIENTS:
+            self._new(value, self.shared.slot(verb, node, value))
         else:
             for made in summed.buffers(value):
                 buffer = _buffer(made)
@@ -435,7 +421,9 @@ class _Planner:
             if name != stream and last.get(name, -1) < pc:
                 last[name] = pc
         waits = {*last.values(), *brought}
-        limit = _UNDER_WAY if verb is Verb.SEND else self._scatters(node)
+        limit = _UNDER_WAY if verb is Verb.SEND else 0
+        if verb is Verb.COLLECTIVE:
+            limit = self._scatters(node)
         if limit:
             row = self.holding[stream]
             row.append(len(self.out))

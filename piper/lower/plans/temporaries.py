@@ -123,9 +123,10 @@ class Temporaries:
     def _running(self, x: Instruction, op: Compute) -> int:
         """Bytes that a pass needs. Its first gradients are copied to where they accumulate."""
         facts = self.sizes.facts(op, x.rows.parts)
-        added = sum(self.slots[slot].nbytes for slot in x.adds)
-        running = facts.workspace - max(0, facts.eased - self._kept(x, facts)) + added
-        copied = sum(self._put(x, slot) for slot in x.writes if slot not in x.adds)
+        added = sum([self.slots[slot].nbytes for slot in x.adds])
+        eased = max(0, facts.eased - self._kept(x, facts)) if facts.eased else 0
+        running = facts.workspace - eased + added
+        copied = sum([self._put(x, slot) for slot in x.writes if slot not in x.adds])
         if copied == 0:
             return running
         freed = [self.slots[slot] for slot in x.frees]

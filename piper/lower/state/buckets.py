@@ -17,14 +17,15 @@ Every trained parameter is in exactly one bucket, and each of its gradients ente
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from msgspec import structs
 
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Tags
-from piper.ir.dag.values import Content, Extra, Role, Value, parameters_of
+from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Extra, Role, Value
 from piper.ir.grouped import grouped
 from piper.ir.layouts import BucketLayouts
 from piper.ir.ops import COMPUTE, Compute, Group, Op, Update
@@ -34,6 +35,8 @@ from piper.lower.communication.redistribute import redistribute
 from piper.lower.rewriter import Rewriter
 from piper.lower.state.replica_groups import BucketKey, refuse_elsewhere, replica_groups_of
 
+_Passes = Mapping[tuple[int, Pass], list[int]]
+
 
 def add_state(dag: Dag, known: tuple[Bucket, ...] = (), tensors: Collection[str] = ()) -> Dag:
     """``dag`` with its buckets, and the gathers, reductions and updates of each. ``known`` buckets
@@ -42,17 +45,19 @@ def add_state(dag: Dag, known: tuple[Bucket, ...] = (), tensors: Collection[str]
     dag = replace(dag, buckets=(*known, *_buckets(dag, known, frozenset(tensors))))
     out = Rewriter(dag)
     contributions = _contributions(dag)
-    forwards = _passes(dag, Pass.F)
-    input_passes = _passes(dag, Pass.BI)  # they read parameters but make no gradients of them
+    passes = _passes(dag)
     for index, bucket in enumerate(dag.buckets):
         users = _users(dag, bucket)
         if bucket.level in (1, 2):
-            _gather(out, index, bucket, [n for chunk in users for n in forwards.get(chunk, ())])
+            _gather(
+                out, index, bucket, [n for chunk in users for n in passes.get((chunk, Pass.F), ())]
+            )
         gradients = [v for value in _gradients(dag, bucket, users) for v in contributions[value]]
         if gradients:
-            uses = [n for chunk in users for n in input_passes.get(chunk, ())]
-            uses += [n for n in _detached_uses(dag, bucket) if n not in uses]
-            _update(dag, out, index, bucket, gradients, tuple(uses))
+            # these passes read parameters but make no gradients of them
+            uses = [n for chunk in users for n in passes.get((chunk, Pass.BI), ())]
+            uses += _detached_uses(dag, bucket, passes)
+            _update(dag, out, index, bucket, gradients, tuple(dict.fromkeys(uses)))
     return out.dag()
 
 
@@ -95,10 +100,8 @@ def _contributions(dag: Dag) -> dict[Value, list[int]]:
     taken = {v for node in dag.nodes if isinstance(node.op, Compute) for v in node.reads}
     for node in dag.nodes:
         for value in node.writes:
-            if value < dag.first_extra and value not in taken:
-                template, _ = dag.table.value(value)
-                if template.role in (Role.PARAMETER_GRADIENT, Role.TIED_GRADIENT):
-                    gradients[template].append(value)
+            if dag.role(value) in PARAMETER_GRADIENTS and value not in taken:
+                gradients[dag.table.value(value)[0]].append(value)
     for values in gradients.values():
         values.sort()
     return gradients
@@ -107,7 +110,7 @@ def _contributions(dag: Dag) -> dict[Value, list[int]]:
 def _gradients(dag: Dag, bucket: Bucket, users: list[int]) -> Iterable[Value]:
     """The values with gradients of a bucket's parameters."""
     for index in users:
-        own, tied = parameters_of(dag.model, dag.model.chunks[index], dag.table.ties)
+        own, tied = dag.table.parameters[index]
         if not set(bucket.parameters).isdisjoint(own):
             yield Value(Role.PARAMETER_GRADIENT, index, index)
         if not set(bucket.parameters).isdisjoint(tied):
@@ -230,27 +233,18 @@ def _parts(
     return parts.values()
 
 
-def _detached_uses(dag: Dag, bucket: Bucket) -> list[int]:
+def _detached_uses(dag: Dag, bucket: Bucket, passes: _Passes) -> list[int]:
     """The backwards of chunks that read a parameter of the bucket but make no gradient of it."""
-    chunks = {
-        chunk.index
-        for chunk in dag.model.chunks
-        if not set(bucket.parameters).isdisjoint(chunk.detached)
-    }
-    return [
-        number
-        for number, node in enumerate(dag.nodes)
-        if chunks
-        and isinstance(node.op, Compute)
-        and node.op.chunk in chunks
-        and node.op.which is not Pass.F
-    ]
+    parameters = set(bucket.parameters)
+    chunks = [c.index for c in dag.model.chunks if not parameters.isdisjoint(c.detached)]
+    backwards = (which for which in Pass if which is not Pass.F)
+    return sorted(n for c, which in product(chunks, backwards) for n in passes.get((c, which), ()))
 
 
-def _passes(dag: Dag, which: Pass) -> dict[int, list[int]]:
-    """For each chunk, its nodes of one kind of pass."""
+def _passes(dag: Dag) -> _Passes:
+    """The nodes of each chunk and pass."""
     return grouped(
-        (node.op.chunk, number)
+        ((node.op.chunk, node.op.which), number)
         for number, node in enumerate(dag.nodes)
-        if isinstance(node.op, Compute) and node.op.which is which
+        if isinstance(node.op, Compute)
     )

@@ -10,6 +10,7 @@ as memory allows.
 from __future__ import annotations
 
 import itertools
+
 from msgspec import structs
 
 from piper.ir.dag.dag import Dag
