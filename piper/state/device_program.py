@@ -29,10 +29,8 @@ class DeviceProgram:
     kind: torch.device
     """The kind of device that the program was compiled for."""
     compiler: Compiler
-    plan: Plan
-    code: Executables
-    evaluation_plan: Plan
-    evaluation_code: Executables
+    steps: tuple[tuple[Plan, Executables], tuple[Plan, Executables]]
+    """Plan and executables of training and of evaluation."""
     streams: Mapping[str, StreamRule]
     buckets: Mapping[int, Bucket]
     """The buckets of which this device has a part, by number."""
@@ -44,11 +42,6 @@ class DeviceProgram:
     gives: Collection[str]
     """The buffers that this device gives to a checkpoint or a switch: those that no earlier device
     has."""
-
-    @property
-    def steps(self) -> tuple[tuple[Plan, Executables], tuple[Plan, Executables]]:
-        """Plan and executables of training and of evaluation."""
-        return (self.plan, self.code), (self.evaluation_plan, self.evaluation_code)
 
 
 def buffers_of(*steps: tuple[Plan, Executables]) -> dict[str, TensorSpec]:

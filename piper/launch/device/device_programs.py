@@ -11,6 +11,7 @@ from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.executables import Executables
 from piper.ir.ops import Compute
 from piper.ir.plan.plan import Plan
+from piper.program.compiled import Step
 from piper.program.program import Program
 from piper.state.device_program import DeviceProgram, buffers_of
 
@@ -26,7 +27,6 @@ def device_programs(program: Program) -> Callable[[int], DeviceProgram]:
 
     def of(device: int) -> DeviceProgram:
         training, evaluation = program.steps
-        plan, evaluation_plan = training.plan_of(device), evaluation.plan_of(device)
         buckets = {
             number: bucket
             for number, bucket in enumerate(program.buckets)
@@ -39,10 +39,7 @@ def device_programs(program: Program) -> Callable[[int], DeviceProgram]:
             devices=program.devices,
             kind=program.device,
             compiler=program.compiler,
-            plan=plan,
-            code=_own(training.code, plan),
-            evaluation_plan=evaluation_plan,
-            evaluation_code=_own(evaluation.code, evaluation_plan),
+            steps=(_own(training, device), _own(evaluation, device)),
             streams=program.streams,
             buckets=buckets,
             parameters={name: program.parameters[name] for name in held},
@@ -64,13 +61,14 @@ def _owners(program: Program) -> dict[str, int]:
     return dict(sorted(owners.items(), key=lambda item: item[1]))
 
 
-def _own(code: Executables, plan: Plan) -> Executables:
-    """``code`` with the chunks and group sizes of ``plan`` alone, without what the trainer computes
-    from a batch."""
+def _own(step: Step, device: int) -> tuple[Plan, Executables]:
+    """The plan of ``device``, and the executables with its chunks and group sizes alone, without
+    what the trainer computes from a batch."""
+    plan, code = step.plan_of(device), step.code
     run = [(x.op.chunk, x.rows.parts) for x in plan.instructions if isinstance(x.op, Compute)]
     chunks, sizes = {chunk for chunk, _ in run}, {size for _, size in run}
     used = {name for chunk in chunks for name in code.pieces[chunk].buffers}
-    return replace(
+    return plan, replace(
         code,
         programs={
             n: tuple(p if i in chunks else _NOTHING for i, p in enumerate(row))

@@ -57,15 +57,14 @@ class LoadedDevice:
         self._begun: Snapshot | None = None
         """The snapshot of the last save. Copies of state that no step changes may still be under
         way."""
-        self._training = self.executor.load(program.plan, program.code)
-        self._evaluation = self.executor.load(program.evaluation_plan, program.evaluation_code)
+        self._training, self._evaluation = (self.executor.load(*step) for step in program.steps)
         self._saving: LoadedPlan | None = None
         """The training plan that also copies the state being saved, once there was a save."""
 
     def begin_copies(self, snapshot: Snapshot, plan: Plan) -> None:
         """The next step runs ``plan``, which also copies the state."""
         if self._saving is None:
-            self._saving = self.executor.load(plan, self.program.code)
+            self._saving = self.executor.load(plan, self._training.context.code)
         self.state.snapshot = snapshot
 
     @property
@@ -120,7 +119,7 @@ class LoadedDevice:
 
     def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         recorder = recorder_for(self.number, self.state.where)
-        loaded = self.executor.load(self.program.plan, self.program.code, recorder)
+        loaded = self.executor.load(*self.program.steps[0], recorder)
         usual, self._training = self._training, loaded
         try:
             report = yield from self.step(given)
@@ -137,7 +136,7 @@ class LoadedDevice:
         report = yield from tracker.over(self.step(own))
         at = "the start"
         if tracker.peak_at >= 0:
-            at = self.program.plan.instructions[tracker.peak_at].name
+            at = self._training.context.plan.instructions[tracker.peak_at].name
         return replace(report, alive={self.number: Alive(state, tracker.peak, at)})
 
     def evaluate(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
@@ -149,7 +148,7 @@ class LoadedDevice:
         self.state.changing = False
         places = [
             (value, block_of(microbatch, shards, self.number))
-            for _, value, microbatch, shards in self.program.evaluation_plan.returned
+            for _, value, microbatch, shards in self._evaluation.context.plan.returned
         ]
         returned = dict(zip(places, scalars.returned, strict=True))
         return replace(self._report(scalars), returned=returned)

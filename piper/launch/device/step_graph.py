@@ -74,9 +74,10 @@ def refuse_uncapturable(program: DeviceProgram) -> None:
         raise PiperError(
             f"cuda_graphs=True needs a program compiled with device='cuda', not {program.kind}"
         )
-    for x in program.plan.instructions:
+    plan, code = program.steps[0]
+    for x in plan.instructions:
         if isinstance(x.op, Compute):
-            functions = program.code.programs[x.rows.parts][x.op.chunk].functions
+            functions = code.programs[x.rows.parts][x.op.chunk].functions
             if functions[x.op.which].random:
                 raise PiperError(
                     f"cuda_graphs=True: {x.name} draws random numbers, from another seed in each "

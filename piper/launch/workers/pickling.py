@@ -48,7 +48,7 @@ def sendable(given: Any, device: int, folder: Path, pickled: Pickled) -> Any:
     if isinstance(item, FirstWeights):
         return _Packed(item.in_file(folder / "weights.pt"), (), None, pickled)
     if isinstance(item, DeviceProgram):
-        return _Packed(item, *defining_modules(item.code, item.evaluation_code), pickled)
+        return _Packed(item, *defining_modules(*(code for _, code in item.steps)), pickled)
     return item
 
 

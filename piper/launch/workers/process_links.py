@@ -54,7 +54,7 @@ class ProcessLinks:
         self, job: str, program: DeviceProgram, where: torch.device
     ) -> tuple[Comm, Runners]:
         store, number = dist.PrefixStore(job, self.store), program.device
-        plans = (program.plan, program.evaluation_plan)
+        plans = [plan for plan, _ in program.steps]
         comm: Comm
         if where.type == "cuda":
             comm = Nccl(number, plans, store, self._timeout, where, program.streams)
