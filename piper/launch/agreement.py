@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.index import GroupEntry
 from piper.state.weights.first_tensors import Fetch, FirstTensor
 
+_Key = TypeVar("_Key")
 Fingerprints = dict[str, str]
 Everyone = Callable[[Any], list[Any]]
 """All-gathers an object over the processes, by rank."""
@@ -158,18 +159,12 @@ class Agreement:
         """Refuse initial weights that differ between two processes."""
         if not self._weights:
             return
-        first: dict[str, tuple[int, str]] = {}
-        different: dict[str, tuple[int, int]] = {}
-        for rank, theirs in enumerate(self._everyone(noted.seen)):
-            for name, digest in theirs.items():
-                other, known = first.setdefault(name, (rank, digest))
-                if known != digest:
-                    different.setdefault(name, (other, rank))
-        if different:
-            (one, two) = next(iter(different.values()))
+        if different := list(_unlike(self._everyone(noted.seen))):
+            _, one, two = different[0]
+            names = list(dict.fromkeys(name for name, _, _ in different))
             raise PiperError(
                 f"the first weights differ between ranks {one} and {two}: "
-                f"{_shown(list(different))}; under torchrun every process must begin with the "
+                f"{_shown(names)}; under torchrun every process must begin with the "
                 "same ones: call torch.manual_seed with the same number on all of them before the "
                 "model is made, or load the same file (check_weights=False if trainer.load is to "
                 "replace them all)"
@@ -268,18 +263,28 @@ def _compared(mine: Any, everyone: Everyone, *, own_rows: bool) -> list[Any]:
 
 def _refuse_other_rows(by_rank: Sequence[Sequence[Mapping[int, int]]]) -> None:
     """Refuse rows that two processes share but that differ."""
-    seen: dict[tuple[int, int], tuple[int, int]] = {}
-    for rank, tensors in enumerate(by_rank):
-        for place, rows in enumerate(tensors):
-            for row, bits in rows.items():
-                first, known = seen.setdefault((place, row), (rank, bits))
-                if bits != known:
-                    raise PiperError(
-                        f"row {row} of the batch differs between ranks {first} and {rank}, in "
-                        f"tensor {place} of {len(tensors)}: with rows=True every process must give "
-                        "the rows trainer.rows of one global batch, in this order "
-                        "(check_batches=0 turns this comparison off)"
-                    )
+    bits = [
+        {(place, row): x for place, rows in enumerate(tensors) for row, x in rows.items()}
+        for tensors in by_rank
+    ]
+    for (place, row), first, rank in _unlike(bits):
+        raise PiperError(
+            f"row {row} of the batch differs between ranks {first} and {rank}, in "
+            f"tensor {place} of {len(by_rank[rank])}: with rows=True every process must give "
+            "the rows trainer.rows of one global batch, in this order "
+            "(check_batches=0 turns this comparison off)"
+        )
+
+
+def _unlike(by_rank: Iterable[Mapping[_Key, Any]]) -> Iterator[tuple[_Key, int, int]]:
+    """The keys whose values differ between two ranks, with the first rank that has the key and the
+    other."""
+    first: dict[_Key, tuple[int, Any]] = {}
+    for rank, theirs in enumerate(by_rank):
+        for key, value in theirs.items():
+            other, known = first.setdefault(key, (rank, value))
+            if value != known:
+                yield key, other, rank
 
 
 def of_tensor(x: Tensor) -> str:

@@ -22,14 +22,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from piper.base.errors import PiperError
 from piper.base.reading import DTYPES, cut, shown
-from piper.ir.collectives import COLLECTIVES, Placement
+from piper.ir.collectives import COLLECTIVES, ENDS, Placement
 from piper.ir.dag.values import Content
 from piper.ir.grouped import grouped
 from piper.ir.ops import Add, Collective, Compute, Copy, Op, Select, Transfer, Update
@@ -54,9 +54,7 @@ _HEAD = "plan of devices "
 _MOST = 10**6
 """The most numbers that a range may stand for."""
 _DIGITS = 18
-_PLACEMENTS: Mapping[str, Placement] = {
-    str(placement): placement for placement in (Replicate(), Partial(), Shard(0), Shard(1))
-}
+_PLACEMENTS: Mapping[str, Placement] = {str(x): x for x in (*chain(*ENDS.values()), Shard(1))}
 
 
 def text(plan: PlanParts) -> str:

@@ -3,8 +3,7 @@ device, which waits for others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from piper.base.errors import PiperError
 from piper.ir.plan.instructions import COMMUNICATING
@@ -16,17 +15,12 @@ from piper.runtime.executor import CommunicationError
 from piper.runtime.pending import Pending
 
 
-class Linked(Protocol):
-    """Links between devices of one process."""
-
-    hub: Hub
-
-
 class InTurns:
     """All devices of one process, in a deterministic order."""
 
-    def __init__(self, links: Linked) -> None:
-        self._links = links
+    def __init__(self, hub: Callable[[], Hub]) -> None:
+        """``hub`` returns the present hub of the devices."""
+        self._hub = hub
 
     def __call__(self, devices: Sequence[WorkerDevice], runs: Sequence[Running]) -> list[Report]:
         try:
@@ -36,7 +30,7 @@ class InTurns:
                 run.close()
             for device in devices:
                 device.loaded.abandon()
-            self._links.hub.clear()
+            self._hub().clear()
             raise
 
     def _turns(self, devices: Sequence[WorkerDevice], runs: Sequence[Running]) -> list[Report]:
@@ -64,7 +58,7 @@ class InTurns:
             assert pending is not None
             at = device.loaded.executor.at[0]
             lines.append(f"  device {device.number} at instruction {at} waits for {pending.name}")
-        lines += [f"  {line}" for line in self._links.hub.waiting()]
+        lines += [f"  {line}" for line in self._hub().waiting()]
         return "\n".join(lines)
 
 

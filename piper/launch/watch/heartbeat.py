@@ -81,7 +81,8 @@ class Heartbeat:
             self._say(_NOWHERE)
             return None
         pc = None if self.device is None else self.device.running.bound.unfinished()
-        here, waits_for = "in the preparation of communication", self._others()
+        here = "in the preparation of communication"
+        waits_for = tuple(number for number in self._members if number != self._number)
         if pc is not None and self.device is not None:
             plan = self.device.running.context.plan
             here = f"at {described(plan, pc, self._number)}"
@@ -112,9 +113,6 @@ class Heartbeat:
         peer is checked by some device, however many there are."""
         after = [peer for peer in peers if peer > self._number]
         return (*after, *(peer for peer in peers if peer < self._number))[:_LOOKED_AFTER]
-
-    def _others(self) -> tuple[int, ...]:
-        return tuple(number for number in self._members if number != self._number)
 
     def _silent(self, peer: int, now: float) -> bool:
         """Whether a peer's heartbeat has not moved for ``SILENT`` seconds."""

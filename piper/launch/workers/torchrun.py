@@ -61,14 +61,12 @@ class TorchrunWorkerGroup(ManyTrainers):
                     "that they are as many"
                 )
             self._members = wanted
-            device = WorkerDevice(wanted[self.rank], self._links, self._options)
-            self.local.devices = [device]
-        for device_number in wanted:
-            if device_number not in self._members:
-                raise PiperError(
-                    f"there is no process for device {device_number}: torchrun started "
-                    f"{len(self._members)}, for devices {self._members}"
-                )
+            self.local.devices = [WorkerDevice(wanted[self.rank], self._links, self._options)]
+        if missing := [device for device in wanted if device not in self._members]:
+            raise PiperError(
+                f"there is no process for device {missing[0]}: torchrun started "
+                f"{len(self._members)}, for devices {self._members}"
+            )
         self._seated = set(wanted)
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:

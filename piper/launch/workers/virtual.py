@@ -26,8 +26,9 @@ class VirtualWorkerGroup(OneTrainer):
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._links = _Links()
-        self.local = LocalDevices([], InTurns(self._links), cuda_graphs=options.cuda_graphs)
+        links = self._links = _Links()
+        in_turns = InTurns(lambda: links.hub)
+        self.local = LocalDevices([], in_turns, cuda_graphs=options.cuda_graphs)
 
     @property
     def damaged(self) -> bool:

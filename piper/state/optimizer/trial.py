@@ -27,8 +27,6 @@ _STEPS = 12
 """Enough to see an action that runs every ten steps."""
 _LARGE = 1e4
 """Some gradients are multiplied by this, to reveal clipping of their norm."""
-_DTYPES = (torch.float64, torch.float32)
-"""fp64 shows the smallest influence, but some optimizers do not take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +110,11 @@ def _halves(count: int) -> list[range]:
 
 
 def _accepted(tried: Callable[[torch.dtype], bool]) -> bool:
-    """The result for the first dtype that the optimizer accepts."""
-    for dtype in _DTYPES[:-1]:
-        with suppress(Exception):  # the last attempt raises it to the caller
-            return tried(dtype)
-    return tried(_DTYPES[-1])
+    """The result in fp64, which shows the smallest influence; in fp32 if the optimizer does not
+    take fp64."""
+    with suppress(Exception):
+        return tried(torch.float64)
+    return tried(torch.float32)
 
 
 class _Trial:
