@@ -126,6 +126,38 @@ class Tied(Model):
             layer.up.weight = self.layers[0].up.weight
 
 
+class Penalized(Model):
+    """Reads the weights of all its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(x.square().sum() for x in self.parameters())
+
+
+class Holding(Model):
+    """Reads a weight of a block from a list."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__(kind)
+        self.held = [self.layers[3].up.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.held[0].square().sum()
+
+
+class Numbers(Model):
+    """Calls each block with a number of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x, scale=float(i))
+        return x
+
+
+class Scales(Block):
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return super().forward(x) * scale
+
+
 def captures(model: nn.Module, **options: object) -> tuple[Captured, Captured]:
     """``model`` captured with equal modules traced once, and one by one."""
     x = torch.randn(4, 8)
@@ -202,6 +234,26 @@ def test_a_change_between_calls_is_seen() -> None:
     once, each = captures(Changes(Scaled))
     assert_same(once, each)
     assert once.repeated == LAYERS - 3
+
+
+def test_a_model_that_reads_the_weights_of_its_blocks() -> None:
+    once, each = captures(Penalized(Block))
+    assert_same(once, each)
+    assert once.repeated == 0
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_weight_held_in_a_list_is_refused(repeats: bool) -> None:
+    x = torch.randn(4, 8)
+    how = {"inputs": (x,), "targets": (x,), "loss": F.mse_loss, "repeats": repeats}
+    with pytest.raises(piper.CaptureError, match=r"layers.3.up.weight is read from a list"):
+        capture(Holding(Block), **how)
+
+
+def test_blocks_that_are_called_differently() -> None:
+    once, each = captures(Numbers(Scales))
+    assert_same(once, each)
+    assert once.repeated == 0
 
 
 def decoder(**options: object) -> nn.Module:

@@ -15,13 +15,14 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from piper.capture.regions import Tagged
+from piper.capture.repeats.hidden import content_of, submodules
 from piper.ir.tensors import TensorSpec
 
 FEWEST = 4
@@ -33,6 +34,20 @@ State = dict[str, Any]
 
 class NotEqual(Exception):  # noqa: N818 - not an error: the model is traced module by module
     """Modules could not be proven equal."""
+
+
+class Again(NotEqual):
+    """The model is to be traced again, with what this attempt has found (``Found``)."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What attempts to trace a model have found of its equal modules."""
+
+    apart: dict[str, str] = field(default_factory=dict)
+    """By the first of equal modules, why they are traced one by one."""
+    shown: set[str] = field(default_factory=set)
+    """Modules that are called otherwise than their equals before: they are traced."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,13 +76,19 @@ class Siblings:
                 _set(module, path, number)
 
 
-def equal_modules(model: nn.Module) -> list[Siblings]:
-    """The groups of at least ``FEWEST`` equal siblings that have parameters and submodules."""
+def equal_modules(model: nn.Module, found: Found) -> list[Siblings]:
+    """The groups of at least ``FEWEST`` equal siblings that have parameters and submodules; none
+    are inside others, unless these are traced one by one."""
     paths = dict(model.named_parameters(remove_duplicate=False))
     paths |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
     uses = Counter(map(id, paths.values()))
     groups: list[Siblings] = []
+    whole: set[str] = set()
+    """Members of groups, and what is inside them."""
     for parent_path, parent in model.named_modules():
+        if parent_path in whole or parent_path.rpartition(".")[0] in whole:
+            whole.add(parent_path)
+            continue
         kinds: dict[type, list[tuple[str, nn.Module]]] = {}
         for name, child in parent.named_children():
             if next(child.children(), None) is not None and "forward" not in vars(child):
@@ -76,7 +97,9 @@ def equal_modules(model: nn.Module) -> list[Siblings]:
         for siblings in kinds.values():
             if len(siblings) >= FEWEST:
                 alone = [(path, m) for path, m in siblings if _owns_its_tensors(m, uses)]
-                groups += _groups(alone)
+                equal = _groups(alone)
+                groups += equal
+                whole |= {x for g in equal if g.paths[0] not in found.apart for x in g.paths}
     return groups
 
 
@@ -123,14 +146,15 @@ def state_of(module: nn.Module) -> State:
     """The attributes of a module and its submodules by path, in a form that ``==`` compares."""
     state: State = {}
     places: dict[int, str] = {}
-    for path, owner in module.named_modules(remove_duplicate=False):
+    for path, owner in submodules(module):
         if id(owner) in places:
             state[f"{path}."] = places[id(owner)]
             continue
         places[id(owner)] = path
         state[f"{path}."] = type(owner)
-        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-            kept = name in owner._parameters
+        parameters, buffers = content_of(owner._parameters), content_of(owner._buffers)
+        for name, tensor in (*parameters.items(), *buffers.items()):
+            kept = name in parameters
             state[f"{path}.{name}"] = tensor if tensor is None else _tensor(tensor, kept, places)
         for name, value in vars(owner).items():
             if name in _HOOKS:
@@ -139,7 +163,7 @@ def state_of(module: nn.Module) -> State:
             elif name == "_non_persistent_buffers_set" or name in ("_parameters", "_buffers"):
                 continue
             elif name == "_modules":
-                state[f"{path}.{name}"] = tuple(value)
+                state[f"{path}.{name}"] = tuple(content_of(value))
             elif not (owner is module and name == "forward"):
                 state[f"{path}.{name}"] = _value(value, places)
     return state
@@ -196,7 +220,7 @@ class _Same:
 def number_of(module: nn.Module, path: str) -> Any:
     """A number that differs between equal modules."""
     owner, _, name = path.rpartition(".")
-    return vars(module.get_submodule(owner))[name]
+    return vars(dict(submodules(module))[owner])[name]
 
 
 def _set(module: nn.Module, path: str, number: Any) -> None:

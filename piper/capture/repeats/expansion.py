@@ -11,19 +11,20 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
 from piper.capture.regions import Region, tags_of, with_tags
 from piper.capture.repeats.equal_modules import NotEqual
 from piper.capture.repeats.leaf_calls import MARK, LeafCall, Repeats
 
+_NOT_PLAIN = re.compile(r"[^a-zA-Z0-9]")
 _SUFFIX = re.compile(r"_\d+$")
 
 
@@ -39,21 +40,32 @@ class _Region:
     results: list[fx.Node]
 
 
-def expanded(program: ExportedProgram, repeats: Repeats | None) -> fx.Graph:
-    """The graph of ``program`` with operations for calls, and without the results of trials. Its
-    operations are named by kind and numbered in order, so that what was traced, and removed, does
-    not matter."""
-    return _Expansion(program, repeats).graph()
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A program whose graph has the operations of all modules."""
+
+    graph: fx.Graph
+    inputs: list[InputSpec]
+    """What each input of the graph is, in order."""
+
+
+def expanded(program: ExportedProgram, repeats: Repeats | None) -> Expanded:
+    """``program`` with operations for calls, and without the results of trials. Its operations are
+    named by kind and numbered in order, so that what was traced, and removed, does not matter."""
+    return _Expansion(program, repeats).whole()
 
 
 class _Expansion:
     def __init__(self, program: ExportedProgram, repeats: Repeats | None) -> None:
         self.calls = repeats.calls if repeats is not None else []
         self.source = program.graph
-        specs = program.graph_signature.input_specs
-        tensors = [s for s in specs if s.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        self.specs = program.graph_signature.input_specs
+        self.twins = repeats.twins if repeats is not None else {}
+        tensors = [s for s in self.specs if s.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         self.paths = {spec.arg.name: str(spec.target) for spec in tensors}
-        self.names = {path: name for name, path in self.paths.items()}
+        self.order = repeats.tensors if repeats is not None else list(self.paths.values())
+        self.tensors: dict[str, fx.Node] = {}
+        """The parameters and buffers of the new graph, by path."""
         self.places = {node.name: node for node in self.source.find_nodes(op="placeholder")}
         results = self.source.output_node().args[0]
         assert isinstance(results, list | tuple)
@@ -92,9 +104,10 @@ class _Expansion:
             if first is not region and self._text(first) != self._text(region):
                 raise NotEqual(f"{call.path} differs from {first.call.path}")
 
-    def graph(self) -> fx.Graph:
+    def whole(self) -> Expanded:
         new = fx.Graph()
         now: dict[fx.Node, fx.Node] = {}
+        inputs = self._inputs(new, now)
         for node in self.source.nodes:
             if node in self.hidden or node in now:
                 continue
@@ -106,7 +119,24 @@ class _Expansion:
             else:
                 now[node] = _copied(new, node, now.__getitem__)
                 now[node].meta.get("custom", {}).pop(MARK, None)
-        return new
+        return Expanded(new, inputs)
+
+    def _inputs(self, new: fx.Graph, now: dict[fx.Node, fx.Node]) -> list[InputSpec]:
+        """Makes the graph's inputs, as if no tensor had been hidden."""
+        known = {str(s.target): s for s in self.specs if s.arg.name in self.paths}
+        inputs: list[InputSpec] = []
+        for path in self.order:
+            like = known[self.twins.get(path, path)]
+            node = self.places[like.arg.name]
+            if path not in self.twins:
+                self.tensors[path] = now[node] = _copied(new, node, now.__getitem__)
+                inputs.append(like)
+                continue
+            one, two = (_NOT_PLAIN.sub("_", x).lower() for x in (str(like.target), path))
+            twin = _copied(new, node, now.__getitem__, node.name.replace(one, two, 1))
+            self.tensors[path] = twin
+            inputs.append(replace(like, arg=TensorArgument(twin.name), target=path))
+        return inputs + [s for s in self.specs if s.arg.name not in self.paths]
 
     def _put(self, new: fx.Graph, leaf: fx.Node, now: dict[fx.Node, fx.Node]) -> None:
         """The operations of a call; ``now`` gets the nodes of its results."""
@@ -124,7 +154,7 @@ class _Expansion:
             if node in given:
                 return now[given[node]]
             own = self._relative(region, node)
-            return now[node if own is None else self.places[self.names[call.path + own]]]
+            return now[node] if own is None else self.tensors[call.path + own]
 
         for node in region.nodes:
             inside[node] = _copied(new, node, value)
@@ -184,10 +214,13 @@ def _mark(node: fx.Node) -> int:
     return int((node.meta.get("custom") or {}).get(MARK, -1))
 
 
-def _copied(graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
+def _copied(
+    graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], fx.Node], name: str = ""
+) -> fx.Node:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-    name = _SUFFIX.sub("", node.name) if node.op == "call_function" else node.name
-    made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    name = name or (_SUFFIX.sub("", node.name) if node.op == "call_function" else node.name)
+    target = name if node.op == "placeholder" else node.target
+    made = graph.create_node(node.op, target, args, kwargs, name, node.type)
     made.meta = {**node.meta, "custom": dict(node.meta.get("custom") or {})}
     return made
 

@@ -14,8 +14,9 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,15 @@ from piper.capture.intercept.hf_cache import is_cache
 from piper.capture.regions import Region, RegionRecorder
 from piper.capture.repeats.caches import StandIn, close, written_in
 from piper.capture.repeats.equal_modules import (
+    Again,
+    Found,
     NotEqual,
     Siblings,
     State,
     equal_modules,
     number_of,
 )
+from piper.capture.repeats.hidden import hide, is_hidden
 from piper.capture.repeats.signatures import (
     Arguments,
     flat,
@@ -42,9 +46,12 @@ from piper.capture.repeats.signatures import (
 from piper.capture.repeats.trial_checks import Outside, Watch
 from piper.ir.tensors import TensorSpec
 
+_T = TypeVar("_T")
 MARK = "piper.trial"
 """The metadata key of the operations of a trial; its value is the trial's number."""
 _NAMESPACE = "piper_repeats"
+_MOST_SHOWN = 2
+"""If more modules of a group are called otherwise than their equals, all of them may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +111,28 @@ class _Call:
 class Repeats:
     """The equal modules of a model, and their calls."""
 
-    def __init__(self, step: nn.Module, recorder: RegionRecorder, groups: list[Siblings]) -> None:
+    def __init__(
+        self, step: nn.Module, recorder: RegionRecorder, groups: list[Siblings], attempt: Attempt
+    ) -> None:
         self._step = step
         self._recorder = recorder
+        self._found = attempt.found
         self._inside = False
-        self._stopped: set[int] = set()
-        self._reasons: dict[int, str] = {}
-        """By group, why calls of its modules are traced one by one."""
         self._reads: list[str] = []
+        self._watched = False
+        self.stopped: NotEqual | None = None
+        """Why this attempt cannot go on, also if the model's code goes on."""
         self.tried = False
         """Whether a trial began."""
-        self.variants: list[CallVariant] = []
+        self.variants = attempt.variants
         self.calls: list[LeafCall] = []
         self.trials: list[Trial] = []
         self.groups = groups
+        named = step.named_parameters, step.named_buffers
+        self.tensors = [path for of in named for path, _ in of(remove_duplicate=False)]
+        """The paths of all parameters and buffers, in torch's order."""
+        self.twins: dict[str, str] = {}
+        """For each hidden tensor, the same tensor of the first equal module."""
 
     @property
     def results(self) -> list[Tensor]:
@@ -136,29 +151,59 @@ class Repeats:
         for group in self.groups:
             first, *_, last = (path.removeprefix("model.") for path in group.paths)
             here = f"{traced[id(group)]} traced for all"
-            if id(group) in self._reasons:
-                here += f", others one by one: {self._reasons[id(group)]}"
+            if group.paths[0] in self._found.apart:
+                here = f"traced one by one: {self._found.apart[group.paths[0]]}"
             lines.append(f"{first} to {last}: {len(group.paths)} equal modules, {here}")
         return "\n".join(lines)
 
     def check(self) -> None:
         """Refuse reads that ended no trial, or came after it."""
+        if self.stopped is not None:
+            raise self.stopped
         if self._reads:
             raise NotEqual(f"{self._reads[0].removeprefix('.')} is read")
 
     def intercept(self, contexts: ExitStack) -> None:
         """Until ``contexts`` end, calls of equal modules become single operations."""
         for group in self.groups:
+            if group.paths[0] in self._found.apart:
+                continue
             for path, module in zip(group.paths, group.members, strict=True):
                 now: list[nn.Module] = []  # the proxy of the module that is called
                 hook = module.register_forward_pre_hook(lambda m, _, now=now: now.append(m))
                 contexts.callback(hook.remove)
                 module.forward = self._around(group, path, module, now)
                 contexts.callback(delattr, module, "forward")
+            shown = self._found.shown.intersection(group.paths)
+            if len(shown) <= _MOST_SHOWN:
+                self._hide(group, shown, contexts)
 
-    def fakes(self, inputs: list[Tensor], variant: int, call: int) -> list[Tensor]:
-        specs = [x for x in self.variants[variant].results if isinstance(x, TensorSpec)]
-        return [spec.empty(inputs[0].device) for spec in specs]
+    def _hide(self, group: Siblings, shown: set[str], contexts: ExitStack) -> None:
+        """Hide all modules of ``group`` but the first, the last and those in ``shown``."""
+        first = group.members[0]
+        named = first.named_parameters, first.named_buffers
+        own = [name for of in named for name, _ in of(remove_duplicate=False)]
+        for path, module in list(zip(group.paths, group.members, strict=True))[1:-1]:
+            if path not in shown:
+                self.twins |= {f"{path}.{name}": f"{group.paths[0]}.{name}" for name in own}
+                hide(module, self._looked, contexts)
+
+    def _looked(self) -> None:
+        if self._watched:
+            self._stop(NotEqual("the model looks at the tensors or submodules of equal modules"))
+
+    def _stop(self, error: NotEqual) -> NoReturn:
+        self.stopped = self.stopped or error
+        raise error
+
+    @contextmanager
+    def watched(self, now: bool = True) -> Iterator[None]:
+        """Inside, the model's own code runs, which must not look at what is hidden."""
+        before, self._watched = self._watched, now
+        try:
+            yield
+        finally:
+            self._watched = before
 
     def _around(
         self, group: Siblings, path: str, module: nn.Module, now: list[nn.Module]
@@ -172,37 +217,40 @@ class Repeats:
         return forward
 
     def _called(self, call: _Call) -> Any:
-        stopped = self._inside or id(call.group) in self._stopped
-        with torch._C.DisableTorchFunction():  # else each look at a tensor passes all modes
-            given = None if stopped else signature(call.arguments)
-            state = {} if given is None else call.group.state(call.module)
-        if given is None:
-            if not self._inside:
-                self._reasons.setdefault(id(call.group), "they read more than plain arguments")
+        if self._inside:
             args, kwargs = call.arguments
             return call.plain(*args, **kwargs)
+        with self.watched(False):
+            return self._as_operation(call, *self._variant_of(call))
+
+    def _variant_of(self, call: _Call) -> tuple[CallVariant, Mapping[Region, Region]]:
+        """How a module is called, and the regions that the call enters."""
+        with torch._C.DisableTorchFunction():  # else each look at a tensor passes all modes
+            given = signature(call.arguments)
+            if given is None:
+                self._one_by_one(call, "they read more than plain arguments")
+            state = call.group.state(call.module)
         known = next((x for x in self.variants if _is(x, call.group, given, state)), None)
-        if known is None or call.module is call.group.members[-1]:
-            marked = torch.ops.piper_repeats.given(tensors_of(call.arguments), len(self.calls))
-            before = len(self._recorder.entered)
-            result, entry = self._tried(call)
-            if id(call.group) in self._stopped:
-                if known is not None:
-                    raise NotEqual(f"{call.path} does more than {known.first}")
-                return result
-            entered = tuple(self._recorder.entered)[before:]
-            made = _made(call, given, state, result, entered, entry)
-            known = self._known(call, known, made)
-            regions = dict(zip(known.regions, entered, strict=True))
-            self.trials.append(Trial(len(self.calls), marked, tensors_of(result)))
-        else:
+        if known is not None and call.module is not call.group.members[-1]:
             first, path = _tag(known.first), _tag(call.path)
-            regions = self._recorder.enter_again(
+            entered = self._recorder.enter_again(
                 known.regions, lambda where: where.replace(first, path)
             )
-        if known.entry is not None:
-            close(call.cache, number_of(call.module, known.entry), self._reads)
-        return self._as_operation(call, known, regions)
+            return known, entered
+        if is_hidden(call.module):
+            self._found.shown.add(call.path)
+            self._stop(Again(f"{call.path} is called otherwise than its equals before"))
+        marked = torch.ops.piper_repeats.given(tensors_of(call.arguments), len(self.calls))
+        before = len(self._recorder.entered)
+        result, entry = self._tried(call)
+        regions = tuple(self._recorder.entered)[before:]
+        known = self._known(call, known, _made(call, given, state, result, regions, entry))
+        self.trials.append(Trial(len(self.calls), marked, tensors_of(result)))
+        return known, dict(zip(known.regions, regions, strict=True))
+
+    def _one_by_one(self, call: _Call, reason: str) -> NoReturn:
+        self._found.apart[call.group.paths[0]] = reason
+        self._stop(Again(reason))
 
     def _known(self, call: _Call, known: CallVariant | None, made: CallVariant) -> CallVariant:
         """The variant of a call that was ``made``: if one was ``known``, both must be equal."""
@@ -219,6 +267,8 @@ class Repeats:
         self, call: _Call, known: CallVariant, regions: Mapping[Region, Region]
     ) -> Any:
         """The results of the operation that a call becomes."""
+        if known.entry is not None:
+            close(call.cache, number_of(call.module, known.entry), self._reads)
         self.calls.append(LeafCall(call.path, known, regions))
         tensors = tensors_of(call.arguments)
         number = next(i for i, x in enumerate(self.variants) if x is known)
@@ -232,7 +282,7 @@ class Repeats:
 
     def _tried(self, call: _Call) -> tuple[Any, str | None]:
         """The result of a module that is traced as it is, and the number of the entry that it
-        writes of a cache. Stops the group if it does more than compute its result."""
+        writes of a cache."""
         given, form = flat(call.arguments)
         tensors = [x for x in given if isinstance(x, Tensor)]
         state = [*self._step.parameters(), *self._step.buffers()]
@@ -245,6 +295,7 @@ class Repeats:
             with (
                 traceback.annotate({MARK: len(self.trials)}),
                 call.group.unread(call.module, self._reads),
+                self.watched(),
                 watch,
             ):
                 result = call.plain(*args, **kwargs)
@@ -262,12 +313,9 @@ class Repeats:
             ),
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
-        written = [w for x in caches.values() if (w := written_in(x)) is not None]
         if reason is not None:
-            self._stopped.add(id(call.group))
-            self._reasons[id(call.group)] = reason
-            for keys, values, name in written:
-                call.cache.update(keys, values, number_of(call.module, name))
+            self._one_by_one(call, reason)
+        written = [w for x in caches.values() if (w := written_in(x)) is not None]
         return result, next((name for _, _, name in written), None)
 
 
@@ -285,30 +333,61 @@ def _made(
     return CallVariant(call.group, given, state, specs, form, entered, call.path, entry)
 
 
-CallOps = torch.library.Library
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A trace with calls of equal modules as operations."""
+
+    found: Found
+    variants: list[CallVariant] = field(default_factory=list)
 
 
-@contextmanager
-def call_ops() -> Iterator[CallOps]:
-    """Inside, a call can be an operation."""
-    with torch.library._scoped_library(_NAMESPACE, "FRAGMENT") as library:
-        library.define("call(Tensor[] inputs, int variant, int call) -> Tensor[]")
-        library.define("given(Tensor[] inputs, int call) -> Tensor")
-        yield library
+_attempt: ContextVar[Attempt] = ContextVar("piper_attempt")
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+# torch caches operations, also removed ones: so these are defined once for all traces
+_LIBRARY.define("call(Tensor[] inputs, int variant, int call) -> Tensor[]")
+_LIBRARY.define("given(Tensor[] inputs, int call) -> Tensor")
+
+
+def _fakes(inputs: list[Tensor], variant: int, call: int) -> list[Tensor]:
+    results = _attempt.get().variants[variant].results
+    return [x.empty(inputs[0].device) for x in results if isinstance(x, TensorSpec)]
+
+
+torch.library.register_fake(f"{_NAMESPACE}::call", _fakes, lib=_LIBRARY)
+torch.library.register_fake(
+    f"{_NAMESPACE}::given", lambda inputs, call: inputs[0].new_empty(()), lib=_LIBRARY
+)
+
+
+def once_if_equal(trace: Callable[[Attempt | None], _T], repeats: bool) -> tuple[_T, str]:
+    """The result of ``trace`` with calls of equal modules as operations, or, if the modules cannot
+    be proven equal, without, and the reason. An attempt that has found how to trace them is
+    repeated."""
+    unequal, found = "", Found()
+    while repeats and not unequal:
+        attempt = Attempt(found)
+        token = _attempt.set(attempt)
+        try:
+            return trace(attempt), unequal
+        except Again:
+            continue
+        except NotEqual as error:
+            unequal = str(error)
+        finally:
+            _attempt.reset(token)
+    return trace(None), unequal
 
 
 @contextmanager
 def calls_as_operations(
-    step: nn.Module, recorder: RegionRecorder, ops: CallOps | None
+    step: nn.Module, recorder: RegionRecorder, attempt: Attempt | None
 ) -> Iterator[Repeats | None]:
-    """Inside, calls of equal modules of ``step`` become single operations of ``ops``."""
-    groups = equal_modules(step) if ops is not None else []
-    if ops is None or not groups:
+    """Inside, calls of equal modules of ``step`` become single operations."""
+    groups = [] if attempt is None else equal_modules(step, attempt.found)
+    if attempt is None or not groups:
         yield None
         return
-    repeats = Repeats(step, recorder, groups)
-    torch.library.register_fake(f"{_NAMESPACE}::call", repeats.fakes, lib=ops)
-    torch.library.register_fake(f"{_NAMESPACE}::given", lambda x, call: x[0].new_empty(()), lib=ops)
+    repeats = Repeats(step, recorder, groups, attempt)
     with ExitStack() as contexts:
         repeats.intercept(contexts)
         yield repeats

@@ -21,6 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from piper.capture.graphs import ancestors
+from piper.capture.repeats.expansion import Expanded
 from piper.capture.trace.fingerprint import content_of, graphs_of
 
 _NUMBER = re.compile(r"(?<![\w%.#])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
@@ -70,17 +71,18 @@ class Computation:
 
 def computation_of(
     program: ExportedProgram,
-    graph: fx.Graph,
+    expanded: Expanded,
     outputs: slice,
     user_name: Callable[[str], str],
     in_loss: Callable[[Mapping[str, Any]], bool],
 ) -> Computation:
-    """The computation of an exported program; ``graph`` is that of the whole. ``outputs`` are the
-    results that only ``outputs=`` needs. ``user_name`` maps a parameter to the user's name;
+    """The computation of an exported program, whose operations ``expanded`` has. ``outputs`` are
+    the results that only ``outputs=`` needs. ``user_name`` maps a parameter to the user's name;
     ``in_loss`` reads an operation's metadata and says whether it belongs to the loss."""
     ends = {}
     inputs = 0
-    for spec in program.graph_signature.input_specs:
+    graph = expanded.graph
+    for spec in expanded.inputs:
         if spec.kind is InputKind.USER_INPUT:
             ends[spec.arg.name] = f"input {inputs}"
             inputs += 1

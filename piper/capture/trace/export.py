@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -53,12 +53,12 @@ from piper.capture.regions import (
     tags_of,
 )
 from piper.capture.repeats.equal_modules import NotEqual
-from piper.capture.repeats.expansion import expanded
+from piper.capture.repeats.expansion import Expanded, expanded
 from piper.capture.repeats.leaf_calls import (
-    CallOps,
+    Attempt,
     Repeats,
-    call_ops,
     calls_as_operations,
+    once_if_equal,
     tracing_of,
 )
 from piper.capture.trace import opaque
@@ -66,11 +66,9 @@ from piper.capture.trace.computation import Computation, computation_of
 from piper.capture.trace.dtypes import refuse_dtypes
 from piper.capture.trace.fingerprint import fingerprint
 from piper.capture.trace.quiet import quiet_tracing
-from piper.capture.trace.refusals import RefuseStray, refuse_unsupported
+from piper.capture.trace.refusals import RefuseStray, refuse_held, refuse_unsupported
 from piper.capture.trace.skeleton import fake_like, shared_buffers, skeleton_of
 from piper.ir.tensors import overlaps
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +159,16 @@ class _Step(nn.Module):
     def _run(self, args: Any, kwargs: Any, targets: Any) -> tuple[Tensor, ...]:
         before = attributes_of(self)
         generators = generators_now()
-        output = self.model(*args, **kwargs)
-        self.seen.running = "the loss"
-        with annotate(LOSS) as self.seen.loss_region:
-            with RecordLines():
-                loss = check_loss(self.loss_fn(output, *targets))
-            kept = []
-            if self._outputs is not None:
-                self.seen.running = "outputs="
-                kept = self.seen.tree.take(self._outputs(output, *targets))
+        with nullcontext() if self.repeats is None else self.repeats.watched():
+            output = self.model(*args, **kwargs)
+            self.seen.running = "the loss"
+            with annotate(LOSS) as self.seen.loss_region:
+                with RecordLines():
+                    loss = check_loss(self.loss_fn(output, *targets))
+                kept = []
+                if self._outputs is not None:
+                    self.seen.running = "outputs="
+                    kept = self.seen.tree.take(self._outputs(output, *targets))
         self.seen.running = type(self.model).__name__
         after = generators_now()
         self.seen.drawn = [name for name, state in generators.items() if state != after[name]]
@@ -195,16 +194,18 @@ def export(
     given, replaces the dtype of floating-point parameters and inputs. Without ``repeats``, equal
     modules are traced one by one."""
 
-    def functional(ops: CallOps | None) -> _Functional:
+    def functional(attempt: Attempt | None) -> _Functional:
         with function_ops() as functions:
-            traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions, ops)
-            text, computation = fingerprint(traced.program, traced.graph), _computation(traced)
-            program, graph = _functional(traced)
-            functions.restore(graph)
-            return _Functional(traced, program, graph, text, computation)
+            traced = _trace(
+                model, batch, loss, tags, parts, device, outputs, dtype, functions, attempt
+            )
+            text, computation = fingerprint(traced.program, traced.whole), _computation(traced)
+            program, whole = _functional(traced)
+            functions.restore(whole.graph)
+            return _Functional(traced, program, whole, text, computation)
 
-    made, unequal = _once_if_equal(functional, repeats)
-    step, graph = made.traced.step, made.graph
+    made, unequal = once_if_equal(functional, repeats)
+    step, graph = made.traced.step, made.whole.graph
     for name in dict.fromkeys(step.seen.frozen):
         warn(
             f"{name!r} changes from one call of the model to the next; the captured step keeps the "
@@ -224,19 +225,6 @@ def export(
     kinds = {node.meta["val"].dtype for node in exported.parameters}
     refuse_dtypes(exported.graph, named, {kind for kind in kinds if kind.is_floating_point})
     return _of_whole_batch(exported, batch, parts)
-
-
-def _once_if_equal(trace: Callable[[CallOps | None], _T], repeats: bool) -> tuple[_T, str]:
-    """The result of ``trace`` with calls of equal modules as operations, or, if the modules cannot
-    be proven equal, without, and the reason."""
-    unequal = ""
-    if repeats:
-        try:
-            with call_ops() as ops:
-                return trace(ops), unequal
-        except NotEqual as error:
-            unequal = str(error)
-    return trace(None), unequal
 
 
 def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
@@ -273,11 +261,12 @@ def _of_whole_batch(exported: Exported, batch: Batch, parts: int) -> Exported:
     )
 
 
-def _functional(traced: _Trace) -> tuple[ExportedProgram, fx.Graph]:
-    """The traced program without mutation and without no_grad and autocast blocks, and its graph,
-    with the operations of each module."""
+def _functional(traced: _Trace) -> tuple[ExportedProgram, Expanded]:
+    """The traced program without mutation and without no_grad and autocast blocks, and with the
+    operations of each module."""
     program = traced.program
     try:
+        refuse_held(program, traced.step, traced.names)
         refuse_unsupported(program, traced.paths, traced.names)
         use_ours(program.graph)
         opaque.hide(program.graph_module)
@@ -291,7 +280,7 @@ def _functional(traced: _Trace) -> tuple[ExportedProgram, fx.Graph]:
 def _failure(error: Exception, step: _Step, modules: dict[nn.Module, str]) -> Exception:
     """The error to raise. If equal modules were not traced, one that makes capture trace them."""
     if step.repeats is not None and step.repeats.tried:
-        return NotEqual(str(error))
+        return step.repeats.stopped or NotEqual(str(error))
     return error if isinstance(error, CaptureError) else explain(error, step.seen.running, modules)
 
 
@@ -316,12 +305,14 @@ def trace_text(
 ) -> str:
     """A digest of what ``export`` would trace, to compare with ``Exported.traced``."""
 
-    def text(ops: CallOps | None) -> str:
+    def text(attempt: Attempt | None) -> str:
         with function_ops() as functions:
-            traced = _trace(model, batch, loss, tags, parts, device, outputs, dtype, functions, ops)
-            return fingerprint(traced.program, traced.graph)
+            traced = _trace(
+                model, batch, loss, tags, parts, device, outputs, dtype, functions, attempt
+            )
+            return fingerprint(traced.program, traced.whole)
 
-    return _once_if_equal(text, True)[0]
+    return once_if_equal(text, True)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,17 +326,17 @@ class _Trace:
     modules: dict[nn.Module, str]
     regions: dict[Region, str]
     checkpoints: tuple[str, ...]
-    graph: fx.Graph
-    """The graph of the program, with the operations of each module."""
+    whole: Expanded
+    """The program with the operations of each module."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Functional:
-    """A traced step as a functional program; ``graph`` has the operations of each module."""
+    """A traced step as a functional program; ``whole`` has the operations of each module."""
 
     traced: _Trace
     program: ExportedProgram
-    graph: fx.Graph
+    whole: Expanded
     text: str
     computation: Computation
 
@@ -360,7 +351,7 @@ def _trace(
     outputs: Outputs | None,
     dtype: torch.dtype | None,
     functions: Functions,
-    ops: CallOps | None,
+    attempt: Attempt | None,
 ) -> _Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
     slices = batch.slices(parts)[0]
@@ -384,15 +375,15 @@ def _trace(
             plain_checkpoints() as lines,
             first_updates_without_copies(),
             recording(tags) as recorder,
-            calls_as_operations(step, recorder, ops) as step.repeats,
+            calls_as_operations(step, recorder, attempt) as step.repeats,
         ):
             program = torch.export.export(step, tuple(example), strict=False)
         check_tags_entered(tags, recorder.entered.values())
     except Exception as error:
         raise _failure(error, step, modules) from error
     checkpoints = tuple(dict.fromkeys(lines))
-    graph = expanded(program, step.repeats)
-    return _Trace(step, program, paths, names, modules, recorder.entered, checkpoints, graph)
+    whole = expanded(program, step.repeats)
+    return _Trace(step, program, paths, names, modules, recorder.entered, checkpoints, whole)
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -409,10 +400,10 @@ def _rebound(loss: Loss, model: nn.Module, skeleton: nn.Module) -> Loss:
 
 def _computation(traced: _Trace) -> Computation:
     seen, names = traced.step.seen, traced.names
-    last = len(returned(traced.graph)) - len(seen.assigned)
+    last = len(returned(traced.whole.graph)) - len(seen.assigned)
     return computation_of(
         traced.program,
-        traced.graph,
+        traced.whole,
         slice(last - seen.tree.tensors, last),
         lambda target: user_name(target, names),
         lambda meta: seen.loss_region in tags_of(meta),
@@ -421,7 +412,7 @@ def _computation(traced: _Trace) -> Computation:
 
 def _roles(made: _Functional) -> Exported:
     """Assign a role and the user's name to each input and result of the graph."""
-    traced, program, graph = made.traced, made.program, made.graph
+    traced, program, graph = made.traced, made.program, made.whole.graph
     step, paths, names = traced.step, traced.paths, traced.names
     _drop_asserts(graph)
     _refuse_dynamic(graph, type(step.model).__name__)
@@ -430,7 +421,7 @@ def _roles(made: _Functional) -> Exported:
     buffers: dict[fx.Node, str] = {}
     inputs: dict[fx.Node, str] = {}
     constants: dict[str, Tensor] = {}
-    for spec in program.graph_signature.input_specs:
+    for spec in made.whole.inputs:
         node = placeholders[spec.arg.name]
         if spec.kind is InputKind.PARAMETER:
             parameters[node] = user_name(str(spec.target), names)

@@ -12,15 +12,16 @@ from torch.export import ExportedProgram
 
 from piper.capture.graphs import returned
 from piper.capture.regions import tags_of
+from piper.capture.repeats.expansion import Expanded
 from piper.ir.tensors import TensorSpec
 
 
-def fingerprint(program: ExportedProgram, graph: fx.Graph) -> str:
+def fingerprint(program: ExportedProgram, whole: Expanded) -> str:
     """A digest of the operations with their regions and numbers, and of the constants they read.
-    ``graph`` is that of the whole program."""
-    lines = [_line(node) for part in graphs_of(program, graph) for node in part.nodes]
-    lines += [str(spec) for spec in program.graph_signature.input_specs]
-    results = program.graph_signature.output_specs[: len(returned(graph))]
+    ``whole`` has the operations of ``program``."""
+    lines = [_line(node) for part in graphs_of(program, whole.graph) for node in part.nodes]
+    lines += [str(spec) for spec in whole.inputs]
+    results = program.graph_signature.output_specs[: len(returned(whole.graph))]
     lines += [f"{spec.kind} {spec.target}" for spec in results]
     constants = program.constants.items()
     lines += [f"{name} {content_of(x)}" for name, x in constants if isinstance(x, Tensor)]

@@ -88,6 +88,22 @@ _REQUIRES_GRAD = (
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
+def refuse_held(program: ExportedProgram, module: nn.Module, names: Mapping[str, str]) -> None:
+    """Refuse a tensor of ``module`` that its code holds at another place too and reads from there:
+    the trace has it as a constant."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    paths = {x.untyped_storage()._cdata: path for path, x in tensors}
+    for spec in program.graph_signature.input_specs:
+        constant = program.constants.get(str(spec.target))
+        if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constant, FakeTensor):
+            path = paths.get(constant.untyped_storage()._cdata)
+            if path is not None:
+                raise CaptureError(
+                    f"{user_name(path, dict(names))} is read from a list or an object that holds "
+                    "it too, where tracing cannot follow it: read it from its module"
+                )
+
+
 def refuse_unsupported(
     program: ExportedProgram, inputs: Sequence[str], names: Mapping[str, str]
 ) -> None:
