@@ -28,6 +28,7 @@ from piper.lower.plans.traffic import Traffic
 from piper.program.compile.compiler import Capture, capture, compile
 from piper.program.job import Job
 from piper.program.program import Program
+from piper.state.optimizer.ema import EMA
 from piper.state.weights.source import Source
 from piper.state.weights.weight_files import weights
 from piper.strategies.directives import (
@@ -43,6 +44,7 @@ from piper.strategies.directives import (
 from piper.strategies.strategy import Strategy
 
 __all__ = [
+    "EMA",
     "CapacityError",
     "Capture",
     "CaptureError",

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from piper.program.program import Program
+from piper.state.optimizer.ema import Averaging
 from piper.state.optimizer.factory import kind_of, members_of, settings
+from piper.state.optimizer.nature import hooks_of
 from piper.state.optimizer.probe import sample_optimizer
 from piper.state.optimizer.scheduler import make_scheduler
 
@@ -52,9 +54,11 @@ def facts_of(program: Program) -> OptimizerFacts:
         "scheduler": None if scheduler is None else type(scheduler).__name__,
     }
     for member in members_of(optimizer):
-        own = {key: value for key, value in vars(member).items() if key not in _APART}
+        own = {k: x for k, x in vars(member).items() if k not in _APART and "_hooks" not in k}
         for key, value in {**member.defaults, **own}.items():
             facts[f"{type(member).__name__}'s {key}"] = plain(value)
+        hooks = [repr(x) if isinstance(x, Averaging) else plain(x) for x in hooks_of(member)]
+        facts[f"{type(member).__name__}'s hooks"] = hooks
     groups = optimizer.param_groups
     facts["number of param groups"] = len(groups)
     for place, group in enumerate(groups):

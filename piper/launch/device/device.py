@@ -168,6 +168,11 @@ class WorkerDevice:
         restore(self.state, tensors)
         self._replaced()
 
+    def swap_averages(self) -> None:
+        """Exchange the trained weights and their averages."""
+        self.loaded.finish_copies()
+        self.state.swap_averages()
+
     def groups(self) -> list[GroupEntry]:
         """The settings of the optimizer's param groups."""
         return export_groups(self.state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ class Evaluates(Protocol):
     """The part of a trainer that evaluates."""
 
     def evaluate(self, *batch: Any, rows: bool) -> StepResult: ...
+    def averaged(self) -> AbstractContextManager[None]: ...
 
 
 class HeldOut:
@@ -71,7 +73,8 @@ class HeldOut:
         given = batches if isinstance(batches, Iterable) else batches()
         random = torch.get_rng_state()  # a loader draws from it: training must not depend on that
         try:
-            result = self._trainer.evaluate(given, rows=self._options.rows)
+            with self._trainer.averaged() if self._options.averaged else nullcontext():
+                result = self._trainer.evaluate(given, rows=self._options.rows)
         finally:
             torch.set_rng_state(random)
         self.losses.append((step, float(result.loss)))

@@ -35,6 +35,8 @@ class FitOptions:
     the end."""
     evaluate_every: int | None = None
     """Evaluate after every so many steps instead, and at the end."""
+    averaged: bool = False
+    """Evaluate the averages of the weights (``optimizer=piper.EMA(...)``)."""
     patience: int | None = None
     """End after so many evaluations without a lower loss."""
     checkpoint: str | Path | None = None

@@ -23,6 +23,7 @@ from piper.base.tracking import Alive
 from piper.capture.code.executables import Executables
 from piper.capture.code.totals import Totals, summed
 from piper.launch import running
+from piper.launch.device.device import WorkerDevice
 from piper.launch.device.report import ProfileKind
 from piper.launch.device.worker_group import WorkerGroup, everyone
 from piper.launch.evaluation.held_out import HeldOut
@@ -57,6 +58,7 @@ from piper.launch.watch.step_profile import Profile
 from piper.program.program import Program
 from piper.state.checkpoint.plain_values import from_json
 from piper.state.checkpoint.slices import runs
+from piper.state.optimizer.ema import EMA
 
 _AT_ONCE = 4 * 1024 * 1024
 """Elements that are gathered, or sent out, at a time."""
@@ -80,6 +82,7 @@ class Trainer:
         """By folder, the run of ``fit`` and ``iterate`` there."""
         self._loops: weakref.WeakSet[Loop] = weakref.WeakSet()
         self.notices = Notices(silent=group.rank != 0)
+        self._is_averaged = False
         self.failed = False
         """Whether the last step or evaluation ended with an error."""
 
@@ -307,6 +310,7 @@ class Trainer:
 
     def save_at(self, path: Path, data: Any, keep: int | None, *, background: bool) -> None:
         """``save``, with the position in the data."""
+        self._refuse_averaged()
         with self._undisturbed():
             self.settle_save()
             group = self._whole
@@ -323,6 +327,7 @@ class Trainer:
 
     def load_at(self, path: Path) -> Any:
         """``load``; returns the position in the data that was saved with the state."""
+        self._refuse_averaged()
         with self._undisturbed():
             self.settle_save()
             index, self._rest = load(self._devices, self.program, path)
@@ -336,6 +341,36 @@ class Trainer:
             state = whole_state(self.program, running.export(self._whole), self._rest)
         source = self.program.source
         return state if source is None else self.program.names.with_added(source, state)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the weights are their averages (``optimizer=piper.EMA(...)``): to evaluate, to
+        export, for ``state_dict`` and ``model``. Steps, saves and loads are refused."""
+        if not isinstance(self.program.training.optimizer, EMA):
+            raise PiperError(
+                "the weights of this program are not averaged: compile it with optimizer=piper.EMA("
+                "lambda parameters: ..., decay=0.999)"
+            )
+        self._refuse_averaged()
+        self._swap_averages()
+        self._is_averaged = True
+        try:
+            yield
+        finally:
+            self._is_averaged = False
+            if self._worker_group is not None and not self._worker_group.damaged:
+                self._swap_averages()
+
+    def _swap_averages(self) -> None:
+        with self._undisturbed():
+            self._whole.call(WorkerDevice.swap_averages)
+
+    def _refuse_averaged(self) -> None:
+        if self._is_averaged:
+            raise PiperError(
+                "within trainer.averaged() the weights are their averages, which cannot be trained "
+                "or saved: evaluate and export there, and end the block before the next step"
+            )
 
     def model(self) -> nn.Module:
         """A copy of the model with the present weights, on the CPU and in evaluation mode, as for
@@ -394,6 +429,7 @@ class Trainer:
         on other devices. The state is copied from memory to memory, and losses continue as without
         a switch. ``allow`` names what else may change: "model", "loss", "precision", "clip_norm",
         "on_nan". A refused program changes nothing."""
+        self._refuse_averaged()
         changes = changes_named(allow)
         with self._undisturbed():
             self._go_on_with(program, changes)
@@ -470,6 +506,7 @@ class Trainer:
 
     def _inputs(self, batch: Sequence[Any], *, rows: bool = False) -> list[Tensor]:
         """The input tensors of a training step."""
+        self._refuse_averaged()
         tensors, code = self._tensors(batch, rows=rows), self.program.codes[0]
         if (totals := code.totals) is None:
             return tensors

@@ -16,6 +16,7 @@ from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.device.bucket_layout import BucketLayout, Fragment
 from piper.state.device.snapshot import Snapshot
 from piper.state.device_program import DeviceProgram, buffers_of
+from piper.state.optimizer.ema import swap_averages
 from piper.state.optimizer.factory import kind_of, make, regrouped
 from piper.state.optimizer.scheduler import make_scheduler
 from piper.state.weights.first_tensors import Fetch
@@ -120,6 +121,13 @@ class DeviceState:
                     parameter.grad = None
         for held, _ in rows:
             held.publish()
+
+    def swap_averages(self) -> None:
+        """Exchange the trained weights and their averages."""
+        for held in self.held.values():
+            if self.optimizer is not None:
+                swap_averages(held.trained.values(), self.optimizer.state)
+                held.publish()
 
     def make_capturable(self) -> None:
         """From now on the host waits for nothing in a step, so CUDA graphs can capture it."""

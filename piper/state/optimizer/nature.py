@@ -9,9 +9,13 @@ where small tensors would not show it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from piper.state.optimizer.ema import Averaging
 
 _ELEMENTWISE = frozenset(
     (
@@ -41,9 +45,14 @@ def is_known(member: torch.optim.Optimizer) -> bool:
     return type(member) in KNOWN and not changed
 
 
+def hooks_of(member: torch.optim.Optimizer) -> list[Any]:
+    """The hooks on its ``step``."""
+    return [hook for hooks in _HOOKS for hook in getattr(member, hooks, {}).values()]
+
+
 def has_hooks(member: torch.optim.Optimizer) -> bool:
     """Whether the user registered hooks on its ``step``."""
-    return any(getattr(member, hooks, None) for hooks in _HOOKS)
+    return not all(isinstance(hook, Averaging) for hook in hooks_of(member))
 
 
 def needs_whole_tensors(member: torch.optim.Optimizer) -> bool:
