@@ -73,7 +73,7 @@ class SingleDevice:
         self.seed = seed
         self.steps = 0
         self._generator = torch.Generator(captured.device)
-        self._runners = captured.runners()
+        self._runners = runners_of(captured)
         self._backward = (Pass.BI, Pass.BW) if split_backward else (Pass.B,)
         self._held = [_held(program, self._backward) for program in captured.programs]
         self._last_use = _last_uses(captured)
@@ -272,6 +272,16 @@ class SingleDevice:
 
 
 _GRADIENTS = (Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
+
+
+def runners_of(captured: Captured) -> list[dict[Pass, Runner]]:
+    """Callables for every chunk's passes; each distinct program is compiled once."""
+    compiled = captured.compiler.compile
+    made = {
+        program: {which: compiled(f, which) for which, f in program.functions.items()}
+        for program in captured.unique_programs
+    }
+    return [made[program] for program in captured.programs]
 
 
 def _held(program: ChunkProgram, backward: tuple[Pass, ...]) -> frozenset[Ref]:

@@ -29,7 +29,7 @@ from piper.capture.chunk.donation import consume_inputs
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.split_passes import Passes
 from piper.capture.code.chunk_program import ChunkProgram
-from piper.capture.code.codegen import Compiler, Runner, compile_program, compiler_named
+from piper.capture.code.codegen import Compiler, compiler_named
 from piper.capture.code.totals import Totals
 from piper.capture.loss.loss_checks import refuse_uncallable
 from piper.capture.loss.outputs import Outputs
@@ -40,7 +40,7 @@ from piper.capture.shard.segments import segmented
 from piper.capture.trace.computation import Computation
 from piper.capture.trace.export import export, trace_text
 from piper.capture.trace.quiet import quiet_tracing
-from piper.ir.passes import Kind, Pass, Ref, RematPolicy
+from piper.ir.passes import Kind, Ref, RematPolicy
 from piper.ir.tensors import TensorSpec
 
 
@@ -124,11 +124,6 @@ class Captured:
     def unique_programs(self) -> tuple[ChunkProgram, ...]:
         """Every distinct program once, in the order of its first chunk."""
         return tuple(dict.fromkeys(self.programs))
-
-    def runners(self) -> tuple[Mapping[Pass, Runner], ...]:
-        """Callables for every chunk's passes; each distinct program is compiled once."""
-        made = {x: compile_program(x, self.compiler) for x in self.unique_programs}
-        return tuple(made[program] for program in self.programs)
 
 
 def capture(

@@ -17,6 +17,7 @@ from piper.capture.model import Captured, capture
 from piper.ir.passes import SAVED, Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
+from tests.one_device import runners_of
 from tests.reference import Net, piper_step
 
 POLICIES = ("none", "min-cut", "all")
@@ -119,7 +120,7 @@ def run(case: Case) -> list[Trace]:
     totals = captured.totals.of(batch, len(batch[0])) if captured.totals is not None else ()
     values: dict[int, Tensor] = dict(enumerate((*batch, *totals)))
     traces: list[Trace] = []
-    runners = captured.runners()
+    runners = runners_of(captured)
 
     def call(trace: Trace, which: Pass, tensors: dict[Ref, Tensor]) -> None:
         function = trace.program.functions[which]

@@ -197,11 +197,6 @@ def compiler_named(name: str) -> Compiler:
     return known[name]()
 
 
-def compile_program(program: ChunkProgram, compiler: Compiler) -> dict[Pass, Runner]:
-    """A callable for each pass of ``program``."""
-    return {which: compiler.compile(f, which) for which, f in program.functions.items()}
-
-
 class Runners:
     """Callables for programs' passes, each compiled once, at its first use."""
 
