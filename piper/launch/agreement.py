@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -73,13 +74,11 @@ class Agreement:
         """Compare the initial weights if ``weights``, and every ``batches``-th batch. ``once`` is
         that of a worker group."""
         self._once = once
+        self._everyone: Everyone = partial(once, list)
         self._weights = weights
         self._trained = _BatchChecks(batches, self._everyone)
         self._evaluated = _BatchChecks(batches, self._everyone)
         self._place_of: Mapping[str, int] = {}
-
-    def _everyone(self, mine: Any) -> list[Any]:
-        return list(self._once(list, mine))
 
     def agree_on(self, program: Program) -> None:
         """Refuse processes whose program, optimizer or scheduler differs from rank 0's. Digests of

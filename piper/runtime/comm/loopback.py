@@ -13,17 +13,15 @@ from piper.ir.collectives import COLLECTIVES, MemberTensors, Move
 from piper.ir.ops import Group
 from piper.runtime.comm.protocol import Begin, tensors_of
 
-Name = str
-"""A participant's name in errors."""
-
 
 @dataclass
 class Rendezvous(Handle):
     """A communication that may still wait for participants."""
 
     name: str
-    participants: Sequence[Name]
-    arrived: dict[Name, MemberTensors] = field(default_factory=dict)
+    participants: Sequence[str]
+    """Their names in errors."""
+    arrived: dict[str, MemberTensors] = field(default_factory=dict)
     ready: list[torch.Event] = field(default_factory=list)
     """On an accelerator: events after the participants' tensors were ready."""
     over: torch.Event | bool = False
@@ -56,8 +54,8 @@ class Hub:
         self,
         key: tuple[int, Group],
         name: str,
-        participants: Sequence[Name],
-        me: Name,
+        participants: Sequence[str],
+        me: str,
         tensors: MemberTensors,
         move: Callable[[Sequence[MemberTensors]], None],
     ) -> Rendezvous:
@@ -108,7 +106,7 @@ class Loopback:
     def receive(self, node: int, stream: str, source: int) -> Begin:
         return self._message(node, source, self._device, "receiver")
 
-    def _message(self, node: int, source: int, to: int, me: Name) -> Begin:
+    def _message(self, node: int, source: int, to: int, me: str) -> Begin:
         name = f"transfer from device {source} to device {to} (node {node})"
         arrive, key = self._hub.arrive, (node, (source, to))
 

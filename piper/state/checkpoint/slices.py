@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from piper.ir.grouped import grouped
 from piper.state.checkpoint.boxes import Box
 
 MODEL, OPTIMIZER, STORED = "model", "optimizer.", "stored"
@@ -121,10 +122,8 @@ Tables = Mapping[str, Mapping[str, Sequence[Slice]]]
 
 
 def by_name(slices: Iterable[Slice]) -> Tables:
-    tables: dict[str, dict[str, list[Slice]]] = {}
-    for one in slices:
-        tables.setdefault(one.table, {}).setdefault(one.name, []).append(one)
-    return tables
+    tables = grouped((one.table, one) for one in slices)
+    return {table: grouped((one.name, one) for one in rows) for table, rows in tables.items()}
 
 
 def at_device(slices: Sequence[Slice], device: int) -> list[Slice]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.base.errors import PiperError
+from piper.ir.grouped import grouped
 from piper.state.checkpoint.index import Index, SavedValue
 from piper.state.checkpoint.plain_values import from_json, stored_names
 from piper.state.checkpoint.slices import MODEL, OPTIMIZER, STORED, Slice
@@ -118,10 +119,8 @@ def _moved(item: Any, parameter: nn.Parameter, *, counters: bool) -> Any:
 
 def _values_by_name(index: Index) -> dict[str, dict[str, list[SavedValue]]]:
     """The saved values of each parameter, by kind."""
-    by_name: dict[str, dict[str, list[SavedValue]]] = {}
-    for value in index.values:
-        by_name.setdefault(value.name, {}).setdefault(value.kind, []).append(value)
-    return by_name
+    by_name = grouped((value.name, value) for value in index.values)
+    return {name: grouped((x.kind, x) for x in values) for name, values in by_name.items()}
 
 
 def _values(layout: BucketLayout, name: str, kinds: Kinds) -> dict[str, Any]:
