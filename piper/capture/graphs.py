@@ -29,15 +29,15 @@ def is_random(node: fx.Node) -> bool:
 def _draws(node: fx.Node) -> bool:
     """Attention is tagged as random, but draws only with dropout; its backward takes the seed and
     draws nothing."""
-    assert isinstance(node.target, OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    if "philox_seed" in names:
-        return False
-    if "dropout_p" not in names:
-        return True
-    position = names.index("dropout_p")
-    p = node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", 0.0)
-    return bool(p != 0.0)
+    it = arguments(node)
+    return "philox_seed" not in it and bool(it.get("dropout_p", 1.0) != 0.0)
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operation by name, in the order of its schema."""
+    schema = getattr(node.target, "_schema", None)
+    given = {x.name: x.default_value for x in schema.arguments} if schema else {}
+    return given | dict(zip(given, node.args, strict=False)) | node.kwargs
 
 
 def returned(graph: fx.Graph) -> list[fx.Node]:

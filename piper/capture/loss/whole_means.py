@@ -27,7 +27,16 @@ from torch.utils import _pytree as pytree
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.code.totals import Totals
 from piper.capture.experts.part_rules import Mixed, PartRules, UnknownOperation
-from piper.capture.graphs import ancestors, extract, flops, is_random, moved, returned, workspace
+from piper.capture.graphs import (
+    ancestors,
+    arguments,
+    extract,
+    flops,
+    is_random,
+    moved,
+    returned,
+    workspace,
+)
 from piper.capture.shard.placements import REPLICATED, Placements, alike
 from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
@@ -209,9 +218,7 @@ class _Rewriting:
         targets that are not ignored (or by the sum of their class weights)."""
         if node.target not in (*_ENTROPIES, *_NLL):
             return
-        schema = node.target._schema.arguments
-        given: dict[str, Any] = {a.name: a.default_value for a in schema}
-        given |= dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
+        given = arguments(node)
         target, weight = given["target"], given["weight"]
         known = self._known.get(target)
         counted = given["reduction"] == _MEAN and not target.meta["val"].dtype.is_floating_point
@@ -317,10 +324,8 @@ class _Rewriting:
             return known.degree
         if node.target in _MEANS:
             return 0
-        names = [a.name for a in getattr(getattr(node.target, "_schema", None), "arguments", ())]
-        if "reduction" in names:
-            place = names.index("reduction")
-            return int((node.args[place] if len(node.args) > place else _MEAN) == _SUM)
+        if "reduction" in (it := arguments(node)):
+            return int(it["reduction"] == _SUM)
         first = node.args[0] if node.args else None
         if isinstance(first, fx.Node) and node.target in (*_PRODUCTS, *_QUOTIENTS):
             by = node.args[1]
@@ -448,11 +453,11 @@ class _Rewriting:
         sources = list(self._ends.inputs)
         targets = list(self._totals)
         module = extract(self._graph, sources, targets)
-        arguments = tuple(Ref(Kind.INPUT, i) for i in range(len(sources)))
+        taken = tuple(Ref(Kind.INPUT, i) for i in range(len(sources)))
         results = tuple(Ref(Kind.OUTPUT, i) for i in range(len(targets)))
         specs = dict(
             zip(
-                (*arguments, *results),
+                (*taken, *results),
                 (TensorSpec.of(x.meta["val"]) for x in (*sources, *targets)),
                 strict=True,
             )
@@ -460,7 +465,7 @@ class _Rewriting:
         graph = module.graph
         function = Function(
             module=module,
-            arguments=arguments,
+            arguments=taken,
             results=results,
             flops=flops(graph),
             moved=moved(graph, fused=False),
