@@ -59,6 +59,20 @@ ENDS: Mapping[Move, tuple[Placement, Placement]] = {
 _MOVES = {(type(made), type(wanted)): move for move, (made, wanted) in ENDS.items()}
 
 
+def packing(shape: Sequence[int], dim: int, ways: int) -> tuple[list[int], list[int]]:
+    """How ``ways`` parts along ``dim`` get into an additional first dimension: the sizes of a
+    reshape, and the order of the dimensions after it."""
+    sizes = [*shape[:dim], ways, shape[dim] // ways, *shape[dim + 1 :]]
+    return sizes, [dim, *(i for i in range(len(sizes)) if i != dim)]
+
+
+def unpacking(shape: Sequence[int], dim: int) -> tuple[list[int], list[int]]:
+    """The inverse: an order of dimensions, and the sizes of a reshape after it."""
+    ways, *sizes = shape
+    sizes[dim] *= ways
+    return [*range(1, dim + 1), 0, *range(dim + 1, len(shape))], sizes
+
+
 def move_between(made: Placement, wanted: Placement) -> Move:
     """The move from one placement to another."""
     return _MOVES[type(made), type(wanted)]

@@ -11,7 +11,7 @@ must then return to as many devices as put them in that order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,7 @@ def rows_of(cut: Cut, rows: int, other: Cut | None = None) -> dict[int, Rows]:
         given = tuple(placed[value] for value in chunk.inputs)
         key = (chunk.body.key, given)
         if key not in known:
-            known[key] = _followed(chunk.body, given, rows, rules)
+            known[key] = _followed(chunk.body, given, rules, rows)
         placed |= zip(chunk.outputs, known[key], strict=True)
         for value in chunk.outputs:
             orders.add(chunk, value, placed[value])
@@ -139,46 +139,39 @@ def _counts(spec: TensorSpec) -> bool:
 def _row_by_row(body: Body, reads: _Dims, makes: _Dims, rules: PartRules) -> bool:
     """Whether a body treats each row by itself, with rows along the dimensions ``reads`` of its
     inputs and ``makes`` of its outputs."""
-    graph = body.module.graph
-    first = body.parameters + body.buffers
-    placed: dict[fx.Node, Placements] = {}
-    for i, node in enumerate(graph.find_nodes(op="placeholder")):
-        dim = reads[i - first] if i >= first else None
-        placed[node] = REPLICATED if dim is None else Shard(dim)
+    given = tuple(_Followed(REPLICATED if dim is None else Shard(dim)) for dim in reads)
     try:
-        for node in graph.nodes:
-            if node.op == "call_function":
-                placed[node] = rules.of(node, placed)
+        made = _followed(body, given, rules, None)
     except (Mixed, UnknownOperation):
         return False
-    results = [placed[node] for node in returned(graph)[: body.outputs]]
-    return all(_rows(made) == Rows(dim) for made, dim in zip(results, makes, strict=True))
+    return all(_rows(x.placed) == Rows(dim) for x, dim in zip(made, makes, strict=True))
 
 
 def _followed(
-    body: Body, given: tuple[_Followed, ...], rows: int, rules: PartRules
+    body: Body, given: Sequence[_Followed], rules: PartRules, rows: int | None
 ) -> tuple[_Followed, ...]:
-    """The placements of a body's outputs, from those of its inputs."""
+    """The placements of a body's outputs, from those of its inputs. For an operation that mixes
+    rows or has no rule, they are guessed from the number of ``rows``, if it is given."""
     graph = body.module.graph
-    placed: dict[fx.Node, Placements] = {}
-    lost: set[fx.Node] = set()
-    first = body.parameters + body.buffers
-    for i, node in enumerate(graph.find_nodes(op="placeholder")):
-        followed = _Followed(REPLICATED) if i < first else given[i - first]
-        placed[node] = followed.placed
-        if followed.lost:
-            lost.add(node)
+    arguments = graph.find_nodes(op="placeholder")
+    first = len(arguments) - len(given)
+    placed: dict[fx.Node, Placements] = dict.fromkeys(arguments, REPLICATED)
+    placed |= {node: x.placed for node, x in zip(arguments[first:], given, strict=True)}
+    lost = {node for node, x in zip(arguments[first:], given, strict=True) if x.lost}
     for node in graph.nodes:
-        if node.op == "call_function":
-            try:
-                placed[node] = rules.of(node, placed)
-            except (Mixed, UnknownOperation) as why:
-                placed[node] = _guesses(node.meta["val"], rows)
-                outermost = all(_outermost(placed[arg]) for arg in node.all_input_nodes)
-                if isinstance(why, Mixed) or not outermost:
-                    lost.add(node)
-            if not lost.isdisjoint(node.all_input_nodes):
+        if node.op != "call_function":
+            continue
+        try:
+            placed[node] = rules.of(node, placed)
+        except (Mixed, UnknownOperation) as why:
+            if rows is None:
+                raise
+            placed[node] = _guesses(node.meta["val"], rows)
+            outermost = all(_outermost(placed[arg]) for arg in node.all_input_nodes)
+            if isinstance(why, Mixed) or not outermost:
                 lost.add(node)
+        if not lost.isdisjoint(node.all_input_nodes):
+            lost.add(node)
     results = returned(graph)[: body.outputs]
     return tuple(_Followed(placed[node], node in lost) for node in results)
 

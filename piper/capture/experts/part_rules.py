@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -19,26 +18,24 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.distributed.tensor import Partial, Shard
-from torch.utils import _pytree as pytree
 
-from piper.capture.operators.grouped_mm import EXPERT_OFFSETS, EXPERT_ROWS, GROUPED_MM
-from piper.capture.shard.placements import REPLICATED, SHARDED, Placements, alike, sections
+from piper.capture.operators.grouped_mm import EXPERT_ROWS, GROUPED_MM
+from piper.capture.shard.placements import (
+    REPLICATED,
+    SHARDED,
+    Placements,
+    alike,
+    in_sections,
+    sections,
+)
 from piper.capture.shard.resizing import resized, takes_sizes
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION
-from piper.capture.shard.shard_axis import ShardAxis
-from piper.capture.shard.sharding_rules import Rules
+from piper.capture.shard.rewrites.views import VIEWS, viewed
+from piper.capture.shard.shard_axis import Parts, ShardAxis
+from piper.capture.shard.sharding_rules import Call, Given, Rules
 from piper.capture.trace.quiet import hushed_loggers
-from piper.ir.collectives import Placement
 
 aten = torch.ops.aten
-FIRST = Shard(0)
-
-
-class Axis(Enum):
-    """The axes along which devices hold different parts."""
-
-    EXPERTS = "experts"
-    ROWS = "rows"
 
 
 class Mixed(Exception):  # noqa: N818 - a finding, which becomes an error where the region is known
@@ -49,37 +46,20 @@ class UnknownOperation(Exception):  # noqa: N818 - becomes an error where the re
     """An operation for which torch has no sharding rule."""
 
 
-_SORTED: Mapping[Axis, Mapping[Any, tuple[Sequence[Placement], Placement]]] = {
-    Axis.EXPERTS: {
-        EXPERT_OFFSETS: ([FIRST], FIRST),
-        GROUPED_MM: ([REPLICATED, FIRST, FIRST], REPLICATED),
-        EXPERT_ROWS: ([FIRST, FIRST], REPLICATED),
-    },
-    Axis.ROWS: {
-        GROUPED_MM: ([FIRST, REPLICATED, REPLICATED], FIRST),
-        EXPERT_ROWS: ([REPLICATED, REPLICATED], FIRST),
-    },
-}
-"""Operations on rows that are sorted by expert, with the counts of these rows: the placements of
-their tensors and of their result. Each device has all rows of its experts."""
-
-
 @lru_cache(maxsize=16)
-def part_rules(parts: int, sorted_rows: Axis | None = None) -> PartRules:
+def part_rules(parts: int, sorted_rows: Parts | None = None) -> PartRules:
     """The same rules for the same arguments: a model is traced for training, for evaluation and for
     each number of rows, and torch's rules take milliseconds."""
     return PartRules(parts, sorted_rows)
 
 
-class PartRules:
-    """The rules along one axis of ``parts``; with ``sorted_rows``, those rows that are sorted by
-    expert have along this axis."""
+class PartRules(Rules):
+    """The rules along one axis of ``parts``; with ``sorted_rows``, those that rows sorted by expert
+    have along this axis."""
 
-    def __init__(self, parts: int, sorted_rows: Axis | None = None) -> None:
-        self._rules = Rules(ShardAxis("parts", 2 * parts), spread=True)
-        self._sorted = _SORTED[sorted_rows] if sorted_rows else {}
-        self._known: dict[object, Placements | None] = {}
-        self._unknown: set[object] = set()
+    def __init__(self, parts: int, sorted_rows: Parts | None = None) -> None:
+        super().__init__(ShardAxis("parts", 2 * parts, sorted_rows=sorted_rows))
+        self._parts = parts
 
     def of(
         self, node: fx.Node, known: Mapping[fx.Node, Placements], *, loose: bool = False
@@ -94,43 +74,47 @@ class PartRules:
             assert picked is not None
             return picked
         given = {x: known[x] for x in node.all_input_nodes}
-        if node.target in self._sorted:
-            tensors, result = self._sorted[node.target]
-            if [given[x] for x in node.args if isinstance(x, fx.Node)] != tensors:
-                raise Mixed
-            return result
-        if not any(map(_has_parts, given.values())):
+        by_expert = self._axis.sorted_rows is not None and node.target in (GROUPED_MM, EXPERT_ROWS)
+        if not by_expert and not any(map(_has_parts, given.values())):
             return alike(node.meta["val"], REPLICATED)
         if not isinstance(node.target, OpOverload):  # an autograd function
             raise UnknownOperation(str(node.target))
-        for placed in (given, _repeated(node, given, loose=loose)):
-            key = _key(node, placed)
-            if key not in self._known:
-                try:
-                    with hushed_loggers():
-                        self._known[key] = self._asked(node, placed)
-                except NotImplementedError:
-                    self._known[key] = None
-                    self._unknown.add(key)
-            answer = self._known[key]
-            if answer is not None:
-                return answer
-        raise UnknownOperation(str(node.target)) if key in self._unknown else Mixed
+        tried = (given, given if by_expert else _repeated(node, given, loose=loose))
+        for last, placed in enumerate(tried):
+            try:
+                answer = self.answer(node, placed)
+            except NotImplementedError:
+                if last:
+                    raise UnknownOperation(str(node.target)) from None
+            else:
+                if answer is not None and not _is_partial(answer):
+                    return answer
+        raise Mixed
 
-    def _asked(self, node: fx.Node, given: Mapping[fx.Node, Placements]) -> Placements | None:
-        fakes = {x: _twice(x.meta["val"], p) for x, p in given.items()}
-        placed = {fakes[x]: p for x, p in given.items() if not isinstance(p, tuple)}
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, fakes.__getitem__, (node.args, dict(node.kwargs))
-        )
-        if not takes_sizes(node.target):
-            made = self._rules.answer(node.target, args, kwargs, placed)  # type: ignore[arg-type]
-            return None if made is None or _is_partial(made) else made
-        for shape, result in _shapes(node, given):
-            made = self._rules.answer(*resized(node.target, args, kwargs, shape), placed)
-            if made is not None and (made.dim if isinstance(made, SHARDED) else None) == result:
-                return made
+    def _ask(self, node: fx.Node, given: Given) -> Placements | None:
+        if node.target in VIEWS:
+            return self._view(node, given)
+        with hushed_loggers():
+            call = Call.of(node, given, {x: _twice(x.meta["val"], p) for x, p in given.items()})
+            if not takes_sizes(node.target):
+                return self._spread(call)
+            for shape, result in _shapes(node, given):
+                target, args, kwargs = resized(call.target, call.args, call.kwargs, shape)
+                made = self._spread(Call(target, args, kwargs, call.given))
+                if made is not None and (made.dim if isinstance(made, SHARDED) else None) == result:
+                    return made
         return None
+
+    def _spread(self, call: Call) -> Placements | None:
+        """The answer, even if a tensor that is repeated for each part must count as sharded."""
+        made = self._torch(call)
+        return self._torch(call, self._axis.ways) if made is None else made
+
+    def _view(self, node: fx.Node, given: Given) -> Placements | None:
+        (source,) = node.all_input_nodes
+        placed, shape = given[source], source.meta["val"].shape
+        found = viewed(shape, node.meta["val"].shape, placed.dim, sections(placed), self._parts)
+        return found and in_sections(*found)
 
 
 def _has_parts(made: Placements | None) -> bool:
@@ -200,15 +184,3 @@ def _expands(node: fx.Node, dim: int) -> bool:
     shape = node.all_input_nodes[0].meta["val"].shape
     dim += len(shape) - len(node.meta["val"].shape)
     return bool(dim < 0 or shape[dim] == 1)
-
-
-def _key(node: fx.Node, given: Mapping[fx.Node, Placements]) -> object:
-    def shown(x: Any) -> object:
-        value = x.meta["val"] if isinstance(x, fx.Node) else None
-        if not isinstance(value, Tensor):
-            return repr(x)
-        return tuple(value.shape), value.dtype, value.device.type, given[x]
-
-    leaves, tree = pytree.tree_flatten((node.args, dict(node.kwargs)))
-    shape = getattr(node.meta["val"], "shape", ())
-    return node.target, tuple(map(shown, leaves)), str(tree), tuple(shape)

@@ -20,8 +20,15 @@ from torch.distributed.tensor import Shard
 
 from piper.capture.blame import lines_of
 from piper.capture.experts.part_rules import Mixed, PartRules, UnknownOperation
-from piper.capture.graphs import ancestors
-from piper.capture.shard.placements import REPLICATED, SHARDED, Placements, alike, repeated
+from piper.capture.graphs import ancestors, arguments
+from piper.capture.shard.placements import (
+    REPLICATED,
+    SHARDED,
+    Placements,
+    alike,
+    in_sections,
+    sections,
+)
 from piper.capture.shard.rewrites.fused_weights import dim_of
 
 aten = torch.ops.aten
@@ -239,8 +246,7 @@ class RowWalk:
 
 def _trains(node: fx.Node) -> bool:
     """Whether a batch norm uses the statistics of the batch."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    given = arguments(node)
     return bool(given.get("training", given.get("train", "update" in str(node.target))))
 
 
@@ -253,19 +259,15 @@ def _reduces(node: fx.Node, packet: Any) -> bool:
     """Whether ``node`` is a sum or a mean, or a loss that returns one."""
     if packet in _SUMS:
         return True
-    names = [a.name for a in getattr(getattr(node.target, "_schema", None), "arguments", ())]
     value = node.meta["val"]
-    return "reduction" in names and isinstance(value, Tensor) and value.dim() == 0
+    return "reduction" in arguments(node) and isinstance(value, Tensor) and value.dim() == 0
 
 
 def _sums(node: fx.Node, packet: Any) -> bool | None:
     """Whether a reduction is a sum (True) or a mean (False)."""
     if packet in (aten.sum, aten.mean):
         return packet is aten.sum
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: a.default_value for a in arguments}
-    given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
-    return {1: False, 2: True}.get(given.get("reduction", 0))
+    return {1: False, 2: True}.get(arguments(node).get("reduction", 0))
 
 
 def _is_real(node: fx.Node) -> bool:
@@ -287,7 +289,9 @@ def _joined(node: fx.Node, placed: Mapping[fx.Node, Placements]) -> Placements |
     (made, *others) = {placed[x] for x in joined}
     if others or len({x.meta["val"].shape for x in joined}) > 1 or not isinstance(made, SHARDED):
         return None
-    return repeated(made, len(joined)) if dim_of(node, 1) == made.dim else None
+    return (
+        in_sections(made.dim, len(joined) * sections(made)) if dim_of(node, 1) == made.dim else None
+    )
 
 
 def _is_pointwise(node: fx.Node) -> bool:

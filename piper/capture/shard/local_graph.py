@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,15 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import Partial, Shard
 from torch.utils import _pytree as pytree
 
-from piper.capture.shard.placements import REPLICATED
-from piper.capture.shard.rewrites.fused_weights import ShardedSections
-from piper.capture.shard.rewrites.routing import Routed, RowRole
+from piper.capture.shard.placements import (
+    REPLICATED,
+    LocalLayout,
+    Routed,
+    RowRole,
+    ShardedSections,
+    is_shard,
+    plain,
+)
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.ir.collectives import Move, Placement, move_between
+from piper.ir.collectives import Move, Placement, move_between, packing, unpacking
 from piper.ir.shards import AxisPlacement, Redistribution
 
 aten = torch.ops.aten
-LocalLayout = Placement | ShardedSections | Routed
 
 
 class LocalGraph:
@@ -164,10 +169,8 @@ class LocalGraph:
         """``x`` with its shards along ``dim`` in an additional first dimension."""
         if self._axis.head_tail:
             x = self._permuted(x, dim, self._axis.dealt, sharded)
-        shape = list(x.meta["val"].shape)
-        cut = [*shape[:dim], self._ways, shape[dim] // self._ways, *shape[dim + 1 :]]
-        parts = self.call(aten.reshape.default, (x, cut), sharded)
-        order = [dim, *(i for i in range(len(cut)) if i != dim)]
+        sizes, order = packing(x.meta["val"].shape, dim, self._ways)
+        parts = self.call(aten.reshape.default, (x, sizes), sharded)
         moved = self.call(aten.permute.default, (parts, order), sharded)
         return self._contiguous(moved, sharded)
 
@@ -177,11 +180,8 @@ class LocalGraph:
 
     def _unpack(self, x: fx.Node, dim: int, sharded: bool) -> fx.Node:
         """The inverse of ``_pack``."""
-        shape = list(x.meta["val"].shape)
-        rest = list(range(1, len(shape)))
-        moved = self.call(aten.permute.default, (x, [*rest[:dim], 0, *rest[dim:]]), sharded)
-        sizes = shape[1:]
-        sizes[dim] *= self._ways
+        order, sizes = unpacking(x.meta["val"].shape, dim)
+        moved = self.call(aten.permute.default, (x, order), sharded)
         whole = self.call(aten.reshape.default, (moved, sizes), sharded)
         if not self._axis.head_tail:
             return whole
@@ -202,7 +202,7 @@ class LocalGraph:
         """The shape of a shard; an uneven dimension is padded."""
         shape = list(whole.shape)
         if is_shard(placement):
-            shape[placement.dim] = -(-shape[placement.dim] // self._ways)
+            shape[placement.dim] = self._axis.shard(shape[placement.dim])
         return tuple(shape)
 
     def _on_fakes(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -237,20 +237,6 @@ def placements_of(local: fx.Node) -> tuple[AxisPlacement, ...]:
 def stand_in(move: Move, ways: int) -> Callable[[Tensor], Tensor]:
     """A function with the shapes of a redistribution, for autograd."""
     return lambda x: _moved(x, move, ways)
-
-
-def is_shard(placement: LocalLayout) -> TypeGuard[Shard | ShardedSections | Routed]:
-    """Whether devices have different parts of a dimension."""
-    if isinstance(placement, Routed):
-        return placement.role is not RowRole.COUNTS
-    return isinstance(placement, Shard | ShardedSections)
-
-
-def plain(placement: LocalLayout) -> Placement:
-    """The placement as torch's rules know it."""
-    if isinstance(placement, ShardedSections | Routed):
-        return Shard(placement.dim)
-    return placement
 
 
 def differentiable(local: fx.Node) -> bool:

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
-from torch.utils import _pytree as pytree
 
 from piper.capture.intercept.autograd_functions import FunctionCall
-from piper.capture.shard.local_graph import plain
-from piper.capture.shard.placements import REPLICATED, Placements, alike
-from piper.capture.shard.rewrites.flattening import VIEWS, flattened, unflattened
-from piper.capture.shard.rewrites.fused_weights import SPLITS, ShardedSections, dim_of, section
+from piper.capture.shard.placements import REPLICATED, ShardedSections, alike, plain
 from piper.capture.shard.rewrites.routing import routed
+from piper.capture.shard.rewrites.table import REWRITES, Form
+from piper.capture.shard.rewrites.views import VIEWS, viewed
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
 from piper.ir.collectives import Placement
@@ -54,21 +52,22 @@ all inputs alike are tried."""
 class Placing:
     """The placements of one graph's values that are known so far."""
 
+    strict = False
+    """Whether all inputs must be read as they are made."""
+
     def __init__(
         self,
         rules: Rules,
         axis: ShardAxis,
         resolved: Callable[[Tensor], Placement],
         *,
-        routing: bool,
+        routing: bool = False,
     ) -> None:
         self._routing = routing
-        self._rules, self._axis, self.resolved = rules, axis, resolved
-        self._ways, self._parts = axis.ways, axis.parts
+        self._rules, self.axis, self.resolved = rules, axis, resolved
+        self._parts = axis.parts
         self.made: dict[fx.Node, Any] = {}
         """The placement of each node."""
-        self.whole: dict[fx.Node, Any] = {}
-        """Fake tensors of the whole, by node."""
         self.fixed: set[fx.Node] = set()
         """Parameters and buffers, and heads of parameters."""
         self.reduced: set[fx.Node] = set()
@@ -78,37 +77,38 @@ class Placing:
         self.free: set[fx.Node] = set()
         """Values that every device can have whole without communication."""
 
-    def of(self, node: fx.Node) -> tuple[dict[fx.Node, Any], Any]:
-        """The placements in which an operation reads its inputs, and that of its result."""
+    def of(self, node: fx.Node) -> Form:
+        """The form of an operation: how it reads its inputs, and the placement of its result."""
         now = {x: self.made[x] for x in node.all_input_nodes}
+        for rewrite in REWRITES.get(node.target, ()):
+            form = rewrite(node, {x: self._summed(x, p) for x, p in now.items()}, self.axis)
+            if form is not None and form.emit is not None:
+                return form
         if all(p == REPLICATED for p in now.values()):
-            return now, alike(self.whole[node], REPLICATED)
-        if self._routing and (found := routed(node, self.made, self._ask)):
-            return found
+            return Form(now, alike(node.meta["val"], REPLICATED))
+        if self._routing and (form := routed(node, self.made, self._ask)):
+            return form
         if any(isinstance(p, ShardedSections) for p in now.values()):
             apart = {x: p if isinstance(p, ShardedSections) else REPLICATED for x, p in now.items()}
             packed = self._packed(node, apart)
             if packed is not None:
-                return apart, packed
+                return Form(apart, packed)
             now = {x: REPLICATED if isinstance(p, ShardedSections) else p for x, p in now.items()}
         partial = [x for x, p in now.items() if isinstance(p, Partial)]
         passes = not any(x in self.reduced for x in partial) and (
             node.target in _PASS_PARTIAL
             or (node.target in _ADD and len(partial) == len(now) and not node.kwargs)
         )
-        if partial and not passes:
-            for x in partial:
-                now[x] = self.resolved(self.whole[x])
+        if not passes:
+            now = {x: self._summed(x, p) for x, p in now.items()}
         made = self._ask(node, now)
-        if made is None:
-            made = flattened(node, now, self._parts)
-        if made is not None:
-            return now, made
-        return self._search(node, now)
+        return self._search(node, now) if made is None else Form(now, made)
 
-    def _search(
-        self, node: fx.Node, now: dict[fx.Node, Any]
-    ) -> tuple[dict[fx.Node, Any], Placements]:
+    def _summed(self, x: fx.Node, placed: Any) -> Any:
+        """``placed``, or the placement of a partial sum after its reduction."""
+        return self.resolved(x.meta["val"]) if isinstance(placed, Partial) else placed
+
+    def _search(self, node: fx.Node, now: dict[fx.Node, Any]) -> Form:
         """The cheapest input placements for which there is a rule; among equals, the ones that
         shard most."""
         choices = [self._choices(x, placement) for x, placement in now.items()]
@@ -122,12 +122,17 @@ class Placing:
             if made is not None:
                 if all(p == REPLICATED for p in row):
                     self.gathered.append(node)
-                return needs, made
+                return Form(needs, made)
+        return self.whole(node)
+
+    def whole(self, node: fx.Node) -> Form:
+        """The form of an operation without a rule, which reads gathered inputs."""
         self.gathered.append(node)
-        return dict.fromkeys(now, REPLICATED), alike(self.whole[node], REPLICATED)
+        needs = dict.fromkeys(node.all_input_nodes, REPLICATED)
+        return Form(needs, alike(node.meta["val"], REPLICATED))
 
     def _choices(self, x: fx.Node, now: Placement) -> list[Placement]:
-        whole = self.whole[x]
+        whole = x.meta["val"]
         fixed = x in self.fixed and (now != REPLICATED or len(whole.shape) > 1)
         if fixed or not isinstance(whole, Tensor):
             return [now]
@@ -146,39 +151,51 @@ class Placing:
 
     def _cost(self, x: fx.Node, placement: Placement) -> int:
         """Bytes communicated, in forward and backward, to read a value in ``placement``."""
-        made, whole = self.made[x], self.whole[x]
-        if isinstance(made, Partial):
-            made = self.resolved(whole)
+        made, whole = self._summed(x, self.made[x]), x.meta["val"]
         if made == placement or not isinstance(whole, Tensor) or x in self.free:
             return 0
         nbytes = int(whole.numel() * whole.dtype.itemsize)
         if isinstance(made, Shard) and isinstance(placement, Shard):
-            return 2 * nbytes // self._ways
+            return 2 * nbytes // self.axis.ways
         return nbytes + (nbytes if made != REPLICATED else 0)
 
     def _ask(self, node: fx.Node, needs: dict[fx.Node, Any]) -> Any:
         if all(p == REPLICATED for p in needs.values()):
-            return alike(self.whole[node], REPLICATED)
+            return alike(node.meta["val"], REPLICATED)
         if isinstance(node.target, FunctionCall):
             return None  # there is no rule for its backward
         padded: set[int] = set()
         for x, placement in needs.items():
-            if isinstance(placement, Shard) and isinstance(self.whole[x], Tensor):
-                shape = self.whole[x].shape
+            if isinstance(placement, Shard) and isinstance(x.meta["val"], Tensor):
+                shape = x.meta["val"].shape
                 if placement.dim >= len(shape):
                     return None
                 if shape[placement.dim] % self._parts:
                     if self.made[x] != placement:
                         return None
                     padded.add(shape[placement.dim])
-        given = {self.whole[x]: p for x, p in needs.items() if isinstance(p, Placement)}
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda x: self.whole[x], (node.args, dict(node.kwargs))
-        )
-        made = self._rules.ask(node.target, args, kwargs, given)  # type: ignore[arg-type]
-        if made is None or not self._fits(self.whole[node], made, padded):
+        if node.target in VIEWS and not padded and Partial() not in needs.values():
+            return self._viewed(node, *needs.values())
+        try:
+            made = self._rules.answer(node, needs)
+        except NotImplementedError:
             return None
-        return made
+        return made if made is not None and self._fits(node.meta["val"], made, padded) else None
+
+    def _viewed(self, node: fx.Node, placed: Shard | ShardedSections) -> Any:
+        """The placement of a view."""
+        (source,) = node.all_input_nodes
+        shape, made, sections = source.meta["val"].shape, node.meta["val"].shape, 1
+        if isinstance(placed, ShardedSections):
+            sections = len(placed.sections)
+            if len(set(placed.sections)) > 1:
+                return None
+        found = viewed(shape, made, placed.dim, sections, self._parts)
+        if found is None:
+            return None
+        dim, sections = found
+        size = made[dim] // sections
+        return Shard(dim) if sections == 1 else ShardedSections(dim, (size,) * sections)
 
     def _fits(self, whole: Any, made: Any, padded: Collection[int]) -> bool:
         """Whether shards placed so are even, and partial results are sums, or the mean of a single
@@ -195,20 +212,12 @@ class Placing:
     def _packed(self, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
         """The placement of a result computed from a fused weight's sections, up to the operation
         that splits them; None if they cannot stay packed."""
-        first = next(p for p in now.values() if isinstance(p, ShardedSections))
-        whole = self.whole[node]
-        if node.target in SPLITS and dim_of(node, 2) == first.dim:
-            sizes = tuple(int(x.shape[first.dim]) for x in whole)
-            return (Shard(first.dim),) * len(sizes) if sizes == first.sections else None
-        if node.target is aten.slice.Tensor and dim_of(node, 1) == first.dim:
-            return Shard(first.dim) if section(node, first) is not None else None
+        (first, *others) = (p for p in now.values() if isinstance(p, ShardedSections))
         if node.target in VIEWS:
-            return unflattened(node, first, self._parts)
-        if any(
-            isinstance(p, ShardedSections) and p.sections != first.sections for p in now.values()
-        ):
+            return self._viewed(node, first)
+        if any(p.sections != first.sections for p in others):
             return None
-        made = self._ask(node, {x: plain(p) for x, p in now.items()})
+        made, whole = self._ask(node, {x: plain(p) for x, p in now.items()}), node.meta["val"]
         if not isinstance(made, tuple):
             return self._in_sections(whole, made, first)
         each = [self._in_sections(x, p, first) for x, p in zip(whole, made, strict=True)]

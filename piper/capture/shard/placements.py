@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
@@ -19,6 +21,86 @@ REPLICATED = Replicate()
 SHARDED = (Shard, _StridedShard)
 
 
+@dataclass(frozen=True, slots=True)
+class ShardedSections:
+    """A dimension of several sections, each sharded separately."""
+
+    dim: int
+    sections: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"S({self.dim}) of {list(self.sections)}"
+
+    def on(self, dim: int, size: int, ways: int) -> ShardedSections | None:
+        """The same sections along ``dim``, of ``size``; None if its shards would be uneven."""
+        unit, rest = divmod(sum(self.sections), size)
+        if rest or any(n % (unit * ways) for n in self.sections):
+            return None
+        return ShardedSections(dim, tuple(n // unit for n in self.sections))
+
+
+class RowRole(Enum):
+    """What a value of sorted rows is."""
+
+    ROWS = "rows"
+    KEYS = "keys"
+    """Rows that depend on the sorted keys alone."""
+    POSITIONS = "positions"
+    """The position before the sort of each row."""
+    INVERSE = "inverse"
+    """The position after the sort of each row from before."""
+    COUNTS = "counts"
+    """The sum over a device's rows of how often each key occurs."""
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Rows in the order in which each device sorted its own, along dimension 0."""
+
+    order: object
+    """Which keys they are sorted by."""
+    role: RowRole
+    rows: int = 0
+    """Rows of the whole before the sort; the whole of what positions index."""
+    natural: Shard | ShardedSections | None = None
+    """The placement before the sort; that of what positions index."""
+
+    @property
+    def dim(self) -> int:
+        return 0
+
+    @property
+    def like_rows(self) -> Routed:
+        return Routed(self.order, RowRole.ROWS)
+
+    @property
+    def like_keys(self) -> Routed:
+        return Routed(self.order, RowRole.KEYS)
+
+    def __str__(self) -> str:
+        return f"{self.role.value} by expert"
+
+
+LocalLayout = PartPlacement | ShardedSections | Routed
+"""Of one value of a sharded region."""
+
+
+def is_shard(placement: object) -> TypeGuard[Shard | _StridedShard | ShardedSections | Routed]:
+    """Whether devices have different parts of a dimension."""
+    if isinstance(placement, Routed):
+        return placement.role is not RowRole.COUNTS
+    return isinstance(placement, (*SHARDED, ShardedSections))
+
+
+def plain(placement: LocalLayout) -> Placement:
+    """The placement as collectives know it."""
+    if isinstance(placement, ShardedSections | Routed | _StridedShard):
+        return Shard(placement.dim)
+    return placement
+
+
 def alike(whole: Any, placement: Placement) -> Any:
     """``placement`` for a tensor, or for each of several."""
     if isinstance(whole, list | tuple):
@@ -31,7 +113,6 @@ def sections(placed: Placements) -> int:
     return int(placed.split_factor) if isinstance(placed, _StridedShard) else 1
 
 
-def repeated(placed: Placements, times: int) -> Placements:
-    """The placement of ``times`` tensors joined along the dimension that is sharded."""
-    assert isinstance(placed, SHARDED)
-    return _StridedShard(placed.dim, split_factor=times * sections(placed))
+def in_sections(dim: int, times: int) -> PartPlacement:
+    """The placement of a dimension of ``times`` equal sections that are sharded separately."""
+    return Shard(dim) if times == 1 else _StridedShard(dim, split_factor=times)

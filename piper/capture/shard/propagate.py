@@ -12,7 +12,7 @@ the forward is also one of the backward, and ``differentiate`` makes the backwar
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +27,19 @@ from piper.capture.blame import operation_text
 from piper.capture.chunk.chunks import Body
 from piper.capture.chunk.recomputing import recomputed_in
 from piper.capture.graphs import is_random
-from piper.capture.shard.local_graph import LocalGraph, LocalLayout, differentiable, is_shard
+from piper.capture.shard.local_graph import LocalGraph, differentiable
 from piper.capture.shard.placement_search import MEAN, SUM, Placing
-from piper.capture.shard.placements import REPLICATED, alike
+from piper.capture.shard.placements import (
+    REPLICATED,
+    LocalLayout,
+    Routed,
+    ShardedSections,
+    is_shard,
+)
 from piper.capture.shard.resizing import resized
-from piper.capture.shard.rewrites.context_parallel import causal_shards, wanted_keys
-from piper.capture.shard.rewrites.fused_weights import SPLITS, ShardedSections, dim_of, section
 from piper.capture.shard.rewrites.graph_rewrites import rewritten
-from piper.capture.shard.rewrites.key_heads import own_head, wanted_weight
-from piper.capture.shard.rewrites.routing import Routed, UnroutedError, local_call
-from piper.capture.shard.rewrites.vocab_parallel import on_shards, wanted_target
-from piper.capture.shard.shard_axis import ShardAxis
-from piper.capture.shard.sharding_rules import Rules
+from piper.capture.shard.rewrites.routing import UnroutedError
+from piper.capture.shard.rewrites.table import Form
 from piper.ir.collectives import Placement
 from piper.ir.shards import Draw, Gathered, Redistribution
 
@@ -73,22 +74,17 @@ class Local:
 
 def propagate(
     body: Body,
-    rules: Rules,
-    axis: ShardAxis,
+    placing: Placing,
     given: Sequence[LocalLayout],
     wanted: Sequence[Placement | None],
-    resolved: Callable[[Tensor], Placement],
     split: Sequence[int | None],
     name: str,
-    *,
-    routing: bool = False,
 ) -> Local:
-    """The share of ``body`` on each device along ``axis``. ``given`` are the placements of its
-    arguments, ``wanted`` those of its results, None where they are open. ``resolved`` gives the
-    placement of a reduced partial sum. ``split`` are the dimensions along which to shard inputs
-    that all devices have whole. ``name`` is for errors. With ``routing`` each device sorts its own
-    rows for experts."""
-    propagation = _Propagation(body, rules, axis, given, resolved, name, routing=routing)
+    """The share of ``body`` on each device along an axis. ``placing`` chooses the placements of its
+    values. ``given`` are those of its arguments, ``wanted`` those of its results, None where they
+    are open. ``split`` are the dimensions along which to shard inputs that all devices have whole.
+    ``name`` is for errors."""
+    propagation = _Propagation(body, placing, given, name)
     propagation.split(split)
     for node in propagation.nodes():
         propagation.visit(node)
@@ -96,28 +92,21 @@ def propagate(
     return propagation.finished(wanted)
 
 
-class _MisfitError(Exception):
+class MisfitError(Exception):
     """An operation has sizes, or similar arguments, of the whole."""
 
 
 class _Propagation:
     def __init__(
-        self,
-        body: Body,
-        rules: Rules,
-        axis: ShardAxis,
-        given: Sequence[LocalLayout],
-        resolved: Callable[[Tensor], Placement],
-        name: str,
-        *,
-        routing: bool,
+        self, body: Body, placing: Placing, given: Sequence[LocalLayout], name: str
     ) -> None:
         first = body.fakes()[0]
-        self.axis = axis
-        self._ways, self._device, self._name = axis.ways, first.device, name
-        self._placing = Placing(rules, axis, resolved, routing=routing)
-        self._out = LocalGraph(first.fake_mode, first.device, axis)
-        self._made, self._whole = self._placing.made, self._placing.whole
+        self._placing, self.axis = placing, placing.axis
+        self._ways, self._device, self._name = self.axis.ways, first.device, name
+        self._out = LocalGraph(first.fake_mode, first.device, self.axis)
+        self._made = placing.made
+        self._reads: Mapping[fx.Node, Any] = {}
+        """The placements in which the operation that a rewrite emits reads its inputs."""
         self._local: dict[fx.Node, fx.Node] = {}
         self._forms: dict[tuple[fx.Node, LocalLayout, bool], fx.Node] = {}
         self._draws: list[tuple[fx.Node, Draw | None]] = []
@@ -126,11 +115,11 @@ class _Propagation:
         gradients are summed with those of the parameters, once a step."""
         self._wholes: dict[fx.Node, fx.Node] = {}
         """The whole of split inputs without gradients, and of values computed from them."""
-        self._source = rewritten(body.module.graph, given, axis)
+        self._source = rewritten(body.module.graph, given, self.axis)
         self._inputs: list[fx.Node] = []
         placeholders = self._source.find_nodes(op="placeholder")
         for number, (node, placement) in enumerate(zip(placeholders, given, strict=True)):
-            self._made[node], self._whole[node] = placement, node.meta["val"]
+            self._made[node] = placement
             local = self._out.argument(node.target, node.meta["val"], placement)
             self._local[node] = local
             if number < body.parameters + body.buffers:
@@ -155,7 +144,6 @@ class _Propagation:
         return [node for node in self._source.nodes if node.op == "call_function"]
 
     def visit(self, node: fx.Node) -> None:
-        self._whole[node] = node.meta["val"]
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node)
@@ -164,17 +152,21 @@ class _Propagation:
             sharded = self._local[source] in self._out.sharded
             self._emit(node, operator.getitem, (self._local[source], index), {}, sharded)
             return
-        if self._rewrite(node):
+        form = self._placing.of(node)
+        if form.emit is not None:
+            self._made[node], self._reads = form.made, form.reads
+            self._local[node] = form.emit(self)
+            if form.fixed:
+                self._placing.fixed.add(node)
             return
-        needs, made = self._placing.of(node)
-        if made == REPLICATED and self._is_derived(node):
+        if form.made == REPLICATED and self._is_derived(node):
             self._derived.add(node)
         try:
-            self._compute(node, needs, made)
-        except _MisfitError:
-            self._placing.gathered.append(node)
-            whole = alike(self._whole[node], REPLICATED)
-            self._compute(node, dict.fromkeys(node.all_input_nodes, REPLICATED), whole)
+            self._compute(node, form)
+        except MisfitError:
+            if self._placing.strict:
+                raise
+            self._compute(node, self._placing.whole(node))
 
     def note(self, node: fx.Node) -> None:
         """Record the placement of ``node`` on its local value."""
@@ -206,9 +198,10 @@ class _Propagation:
             self._wholes[node] = self._out.call(node.target, args, True, **kwargs)
         return self._wholes[node]
 
-    def _compute(self, node: fx.Node, needs: dict[fx.Node, Any], made: Any) -> None:
+    def _compute(self, node: fx.Node, form: Form) -> None:
+        needs, made = form.reads, form.made
         sharded = made != _replicated(made) or any(p != REPLICATED for p in needs.values())
-        if is_random(node) and sharded:
+        if is_random(node) and sharded and not self._placing.strict:
             if self._dropped_out(node, needs, made):
                 return
             raise CaptureError(
@@ -219,12 +212,8 @@ class _Propagation:
             fx.Node, lambda x: self._form(x, needs.get(x), sharded), (node.args, dict(node.kwargs))
         )
         self._made[node] = made
-        own = local_call(node, made, args, self.call)
-        if own is not None:
-            target, taken = own
-            self._emit(node, target, taken, {}, sharded)
-        elif sharded and not isinstance(made, tuple) and is_shard(made):
-            shape = self._out.shape(self._whole[node], made)
+        if sharded and not isinstance(made, tuple) and is_shard(made):
+            shape = self._out.shape(node.meta["val"], made)
             self._emit(node, *resized(node.target, args, kwargs, shape), sharded)
         elif made == MEAN:
             local = self._emit(node, node.target, args, kwargs, sharded)
@@ -233,12 +222,12 @@ class _Propagation:
         else:
             self._emit(node, node.target, args, kwargs, sharded)
 
-    def _dropped_out(self, node: fx.Node, needs: dict[fx.Node, Any], made: Any) -> bool:
+    def _dropped_out(self, node: fx.Node, needs: Mapping[fx.Node, Any], made: Any) -> bool:
         """Emit a dropout on a shard, with this device's part of the whole's noise; or return
         False."""
         if node.target is not aten.dropout.default or not isinstance(made, Shard):
             return False
-        whole = self._whole[node]
+        whole = node.meta["val"]
         (source,) = node.all_input_nodes
         size, kind = list(whole.shape), {"dtype": whole.dtype, "device": self._device}
         ones = self._out.call(aten.ones.default, (size,), True, **kind)
@@ -254,7 +243,7 @@ class _Propagation:
     def _drawn(self, node: fx.Node, local: fx.Node) -> None:
         draw = None
         if node.target is aten.dropout.default:
-            whole, probability = self._whole[node], node.args[1]
+            whole, probability = node.meta["val"], node.args[1]
             assert isinstance(probability, float)
             draw = Draw(tuple(whole.shape), whole.dtype, probability)
         self._draws.append((local, draw))
@@ -264,26 +253,8 @@ class _Propagation:
         known = all(x in self._placing.fixed or x in self._derived for x in inputs)
         return bool(inputs) and known and not is_random(node)
 
-    def _rewrite(self, node: fx.Node) -> bool:
-        """Emit the form of ``node`` that is special to shards; return whether there is one."""
-        placed = {
-            x: self._placing.resolved(self._whole[x]) if isinstance(p, Partial) else p
-            for x, p in ((x, self._made[x]) for x in node.all_input_nodes)
-        }
-        placed |= wanted_target(node, placed) | wanted_keys(node, placed, self.axis)
-        if weight := wanted_weight(node):
-            placed |= weight
-            self._placing.fixed.add(node)
-        local = _Read(self, placed)
-        rewrite = (
-            on_shards(node, placed, local, self)
-            or causal_shards(node, placed, local, self)
-            or own_head(node, local, self)
-        )
-        if rewrite is None:
-            return False
-        self._local[node], self._made[node] = rewrite.local, rewrite.placement
-        return True
+    def read(self, node: fx.Node) -> fx.Node:
+        return self._form(node, self._reads[node], True)
 
     def call(self, target: Any, *args: Any, sharded: bool = True, **kwargs: Any) -> fx.Node:
         return self._out.call(target, args, sharded, **kwargs)
@@ -308,7 +279,10 @@ class _Propagation:
             raise UnroutedError
         made_sharded = made != REPLICATED or local in self._out.sharded
         plain = (
-            node in self._placing.fixed or local in self._out.constants or not differentiable(local)
+            self._placing.strict
+            or node in self._placing.fixed
+            or local in self._out.constants
+            or not differentiable(local)
         )
         if made == placement and (made != REPLICATED or made_sharded == sharded or plain):
             return local
@@ -330,15 +304,15 @@ class _Propagation:
                     local, made, placement, before=made_sharded, after=sharded
                 )
                 self._forms[key] = self._without_padding(moved, node, made, sharded)
-            if isinstance(made, Partial) and placement == self._placing.resolved(self._whole[node]):
+            if isinstance(made, Partial) and placement == self._placing.resolved(node.meta["val"]):
                 self._placing.reduced.add(node)
         return self._forms[key]
 
     def _without_padding(self, moved: fx.Node, node: fx.Node, made: Any, sharded: bool) -> fx.Node:
         """``moved`` without the padding of a gathered dimension that is not divisible."""
-        if not isinstance(made, Shard) or self._whole[node].shape[made.dim] % self._ways == 0:
+        if not isinstance(made, Shard) or node.meta["val"].shape[made.dim] % self._ways == 0:
             return moved
-        size = self._whole[node].shape[made.dim]
+        size = node.meta["val"].shape[made.dim]
         return self._out.call(aten.slice.Tensor, (moved, made.dim, 0, size), sharded)
 
     def _again(self, node: fx.Node) -> fx.Node:
@@ -350,13 +324,10 @@ class _Propagation:
 
     def _emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any, sharded: bool) -> fx.Node:
         taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
-        for x in node.all_input_nodes:
-            if isinstance(self._made[x], ShardedSections) and self._local[x] in taken:
-                target, args, kwargs = self._parting(node, self._made[x], target, args, kwargs)
         try:
             local = self._called(target, tuple(args), sharded, kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise _MisfitError from error
+            raise MisfitError(str(error)) from error
         self._check(node, local)
         self._local[node] = local
         if all(x in self._out.constants for x in taken) and not is_random(node):
@@ -375,31 +346,19 @@ class _Propagation:
                 raise
             return self._out.call(aten.reshape.default, args, sharded)  # other strides, once moved
 
-    def _parting(
-        self, node: fx.Node, packed: ShardedSections, target: Any, args: Any, kwargs: Any
-    ) -> Any:
-        """The call with the shard's section sizes, if it splits the sections of a fused weight."""
-        local = [n // self._ways for n in packed.sections]
-        if target in SPLITS and dim_of(node, 2) == packed.dim:
-            return aten.split_with_sizes.default, (args[0], local, packed.dim), {}
-        if target is aten.slice.Tensor and dim_of(node, 1) == packed.dim:
-            which = section(node, packed)
-            assert which is not None
-            start = sum(local[:which])
-            return target, (args[0], packed.dim, start, start + local[which]), {}
-        return target, args, kwargs
-
     def _check(self, node: fx.Node, local: fx.Node) -> None:
-        """Raise ``_MisfitError`` if a local result does not have the shape of its shard."""
-        made = self._made[node]
-        values = local.meta["val"]
-        pairs = zip(values, made, strict=True) if isinstance(made, tuple) else [(values, made)]
-        wholes = self._whole[node] if isinstance(made, tuple) else [self._whole[node]]
-        for whole, (value, placement) in zip(wholes, pairs, strict=True):
+        """Raise ``MisfitError`` if a local result does not have the shape of its shard."""
+        wholes, values, made = node.meta["val"], local.meta["val"], self._made[node]
+        if not isinstance(made, tuple):
+            wholes, values, made = [wholes], [values], [made]
+        for whole, value, placement in zip(wholes, values, made, strict=True):
             if not isinstance(value, Tensor) or placement is None:
                 continue
-            if tuple(value.shape) != self._out.shape(whole, placement):
-                raise _MisfitError
+            shape = self._out.shape(whole, placement)
+            if tuple(value.shape) != shape:
+                raise MisfitError(
+                    f"{node.target} makes {list(value.shape)} there, not {list(shape)}"
+                )
 
     def finished(self, wanted: Sequence[Placement | None]) -> Local:
         ends = pytree.tree_leaves(self._source.output_node().args[0])
@@ -436,7 +395,7 @@ class _Propagation:
         nbytes = 0
         for x in node.all_input_nodes:
             moved = self._made[x] != REPLICATED and x not in self._placing.free
-            if moved and isinstance(whole := self._whole[x], Tensor):
+            if moved and isinstance(whole := x.meta["val"], Tensor):
                 passes = 2 if differentiable(self._local[x]) else 1
                 nbytes += passes * whole.numel() * whole.dtype.itemsize
         return Gathered(operation_text(node), nbytes * (self._ways - 1) // self._ways)
@@ -445,24 +404,8 @@ class _Propagation:
         """The placement of a result that readers leave open: as made; a partial sum is reduced."""
         made = self._made[node]
         if isinstance(made, Partial):
-            return self._placing.resolved(self._whole[node])
-        return made if isinstance(made, Shard | ShardedSections | Routed) else REPLICATED
-
-
-class _Read(Mapping[fx.Node, fx.Node]):
-    """Local values in the placements that a rewrite reads."""
-
-    def __init__(self, of: _Propagation, placed: Mapping[fx.Node, Any]) -> None:
-        self._of, self._placed = of, placed
-
-    def __getitem__(self, node: fx.Node) -> fx.Node:
-        return self._of._form(node, self._placed[node], True)
-
-    def __iter__(self) -> Iterator[fx.Node]:
-        return iter(self._placed)
-
-    def __len__(self) -> int:
-        return len(self._placed)
+            return self._placing.resolved(node.meta["val"])
+        return made if is_shard(made) or isinstance(made, Routed) else REPLICATED
 
 
 def _other_sections(made: LocalLayout, wanted: LocalLayout) -> bool:

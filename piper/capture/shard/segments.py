@@ -24,11 +24,17 @@ from piper.capture.chunk.cut import body_key
 from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.graphs import module_of
 from piper.capture.shard.local_chunks import LocalChunks, Sharding
-from piper.capture.shard.local_graph import LocalLayout, placements_of, stand_in
-from piper.capture.shard.placements import REPLICATED
+from piper.capture.shard.local_graph import placements_of, stand_in
+from piper.capture.shard.placement_search import Placing
+from piper.capture.shard.placements import (
+    REPLICATED,
+    LocalLayout,
+    Routed,
+    RowRole,
+    ShardedSections,
+)
 from piper.capture.shard.propagate import Local, propagate
-from piper.capture.shard.rewrites.fused_weights import ShardedSections
-from piper.capture.shard.rewrites.routing import Routed, RowRole, UnroutedError
+from piper.capture.shard.rewrites.routing import UnroutedError
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
 from piper.ir.collectives import Move, Placement
@@ -277,17 +283,9 @@ class _Segmenter:
         axis = _axis(sharding)
         key = chunk.body.key, axis, sharding.sequence, tuple(given), tuple(wanted), split
         if key not in self._locals:
-            self._locals[key] = propagate(
-                chunk.body,
-                self._rules[axis],
-                axis,
-                given,
-                wanted,
-                _resolved(sharding.sequence, sharding.ways),
-                split,
-                chunk.name,
-                routing=bool(self._routed),
-            )
+            resolved = _resolved(sharding.sequence, sharding.ways)
+            placing = Placing(self._rules[axis], axis, resolved, routing=bool(self._routed))
+            self._locals[key] = propagate(chunk.body, placing, given, wanted, split, chunk.name)
         return self._locals[key]
 
     def _stand_in(self, node: fx.Node, ways: int) -> Body:

@@ -10,8 +10,19 @@ mask:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
 
 from piper.ir.shards import ContextAttention
+
+
+class Parts(Enum):
+    """The axes along which devices hold different parts of a region of experts."""
+
+    EXPERTS = "experts"
+    ROWS = "rows"
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +31,11 @@ class ShardAxis:
     ways: int
     context: ContextAttention | None = None
     """How attention is computed if the axis shards the sequence of the batch."""
+    sorted_rows: Parts | None = None
+    """What it shards of rows that are sorted by expert."""
+    times: Fraction = Fraction(1)
+    """The size of a dimension on all devices, relative to the graph: a region was captured with the
+    rows of one device, and experts get those of several."""
 
     @property
     def head_tail(self) -> bool:
@@ -30,6 +46,10 @@ class ShardAxis:
     def parts(self) -> int:
         """The number of parts of a dimension, which must be of equal size."""
         return 2 * self.ways if self.head_tail else self.ways
+
+    def shard(self, size: int) -> int:
+        """The size of a device's shard; if it is uneven, it is padded."""
+        return -(-int(size * self.times) // self.ways)
 
     @property
     def dealt(self) -> list[int]:

@@ -1,8 +1,8 @@
-"""The placement of an operation's result, from the placements of its inputs: torch's own sharding
-rules, without DTensors and without a process group.
+"""The placement of an operation's result, from the placements of its inputs: the table of rewrites,
+and torch's own sharding rules, without DTensors and without a process group.
 
-``Rules.ask`` answers for one operation of an exported graph along one mesh axis, with None if its
-inputs would have to be redistributed first. It decomposes a composite operation (``linear``,
+``Rules.answer`` answers for one operation of an exported graph along one mesh axis, with None if
+its inputs would have to be redistributed first. It decomposes a composite operation (``linear``,
 ``matmul``), as torch does, and asks for each part in turn.
 """
 
@@ -10,160 +10,149 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.utils import _pytree as pytree
 
-from piper.capture.operators.grouped_mm import EXPERT_ROWS, GROUPED_MM
-from piper.capture.operators.head_tail_attention import HEAD_TAIL
 from piper.capture.shard.placements import REPLICATED, SHARDED, PartPlacement, Placements
-from piper.capture.shard.rewrites.attention_dropout import ATTENTION, NAMES
+from piper.capture.shard.rewrites import (  # noqa: F401 - each registers its forms
+    attention,
+    context_parallel,
+    fused_weights,
+    grouped_products,
+    key_heads,
+    vocab_parallel,
+)
+from piper.capture.shard.rewrites.table import REWRITES, WITHOUT_TORCH
 from piper.capture.shard.rule_checks import Numbers, apart, from_the_front
 from piper.capture.shard.shard_axis import ShardAxis
 
+Given = Mapping[fx.Node, Any]
+"""The placements of an operation's inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation on fake tensors of the whole."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    given: Mapping[Tensor, PartPlacement]
+    """The placements of the tensors."""
+
+    @staticmethod
+    def of(node: fx.Node, given: Given, fakes: Mapping[fx.Node, Any] | None = None) -> Call:
+        """The call of a node, on ``fakes`` or the values it was traced with."""
+        values = fakes or {x: x.meta["val"] for x in given}
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, values.__getitem__, (node.args, dict(node.kwargs))
+        )
+        single = {values[x]: p for x, p in given.items() if isinstance(p, PartPlacement)}
+        return Call(node.target, args, kwargs, single)  # type: ignore[arg-type]
+
+    def run(self, on: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+        """The results, with ``on`` applied to the tensors."""
+        target = _elementwise if _is_own_elementwise(self.target) else self.target
+        args, kwargs = pytree.tree_map_only(Tensor, on, (self.args, dict(self.kwargs)))
+        return target(*args, **kwargs)
+
 
 class Rules:
-    """The sharding rules along one axis. With ``spread``, a tensor that an operation repeats once
-    for each device can count as sharded."""
+    """The sharding rules along one axis."""
 
-    def __init__(self, axis: ShardAxis, *, spread: bool = False) -> None:
-        self._axis, self._spread = axis, spread
+    def __init__(self, axis: ShardAxis) -> None:
+        self._axis = axis
         self._mesh = DeviceMesh("cpu", torch.arange(axis.ways), _init_backend=False, _rank=0)
         self._known: dict[object, Placements | NotImplementedError | None] = {}
 
-    def ask(
-        self,
-        target: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Mapping[Tensor, PartPlacement],
-    ) -> Placements | None:
-        """The placements of the results of ``target``; None if it cannot be computed from shards
-        placed so. ``given`` has the placements of the fake tensors in its arguments."""
-        try:
-            return self.answer(target, args, kwargs, given)
-        except NotImplementedError:
-            return None
-
-    def answer(
-        self,
-        target: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Mapping[Tensor, PartPlacement],
-    ) -> Placements | None:
-        """The same; raises ``NotImplementedError`` if there is no rule for ``target``."""
-        key = _key(target, args, kwargs, given)
+    def answer(self, node: fx.Node, given: Given) -> Placements | None:
+        """The placements of the results of an operation; None if it cannot be computed from shards
+        placed so. Raises ``NotImplementedError`` if there is no rule for it."""
+        key = _key(node, given)
         if key not in self._known:
             try:
-                self._known[key] = self._ask(target, args, kwargs, given)
+                self._known[key] = self._answer(node, given)
             except NotImplementedError:
-                self._known[key] = NotImplementedError(str(target))
+                self._known[key] = NotImplementedError(str(node.target))
         known = self._known[key]
         if isinstance(known, NotImplementedError):
             raise known
         return known
 
-    def _ask(
-        self,
-        target: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Mapping[Tensor, PartPlacement],
-    ) -> Placements | None:
-        if target is ATTENTION and self._axis.head_tail:
-            return _queries(args, kwargs, given)
-        if target is ATTENTION:
-            return _attention(args, kwargs, given)
-        if target is HEAD_TAIL:
-            heads = all(given.get(x, REPLICATED) == Shard(1) for x in args[:3])
-            return (Shard(1), Shard(1)) if heads else None
-        if target in (GROUPED_MM, EXPERT_ROWS):
-            return _grouped(target, [given.get(x, REPLICATED) for x in args[:2]])
-        if target is torch.ops.aten.dropout.default:
-            placed = given.get(args[0], REPLICATED)
-            return placed if isinstance(placed, SHARDED) else None
-        made = self._run(target, args, kwargs, given, spread=False)
-        if made is None and self._spread:
-            return self._run(target, args, kwargs, given, spread=True)
-        return made
+    def _answer(self, node: fx.Node, given: Given) -> Placements | None:
+        for rewrite in REWRITES.get(node.target, ()):
+            form = rewrite(node, given, self._axis)
+            if form is not None and form.emit is None:
+                return form.made
+        if node.target in WITHOUT_TORCH:
+            return None
+        return self._ask(node, given)
 
-    def _run(
-        self,
-        target: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Mapping[Tensor, PartPlacement],
-        *,
-        spread: bool,
-    ) -> Placements | None:
-        fake = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
+    def _ask(self, node: fx.Node, given: Given) -> Placements | None:
+        return self._torch(Call.of(node, given))
+
+    def _torch(self, call: Call, spread: int = 0) -> Placements | None:
+        """The answer of torch's rules. A tensor that is repeated ``spread`` times may count
+        as sharded."""
+        fake = next(x for x in pytree.tree_leaves((call.args, call.kwargs)) if _is_fake(x))
         divisor = self._axis.parts if self._axis.head_tail else 1
-        asking = _Asking(self._mesh, given, divisor, self._axis.ways if spread else 0)
-        call = _elementwise if _is_own_elementwise(target) else target
+        asking = _Asking(self._mesh, call.given, divisor, spread)
         try:
             with torch.no_grad(), fake.fake_mode, asking:
-                made = call(*args, **kwargs)
+                made = call.run()
         except NotImplementedError:
             raise
         except _UNKNOWN:
             return None
-        if asking.parts != [target]:
-            numbers = self._on_shards(target, args, kwargs, given, fake.fake_mode)
-            if asking.numbers != numbers:
-                return None  # a number comes from a size, such as the row count of a mean
+        if asking.parts != [call.target] and asking.numbers != self._on_shards(call):
+            return None  # a number comes from a size, such as the row count of a mean
         return _each(made, asking.placement)
 
-    def _on_shards(
-        self,
-        target: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Mapping[Tensor, PartPlacement],
-        mode: FakeTensorMode,
-    ) -> list[float]:
+    def _on_shards(self, call: Call) -> list[float]:
         """The numbers that an operation computes with on shards."""
 
         def shard(x: Tensor) -> Tensor:
-            placed = given.get(x, REPLICATED)
+            placed = call.given.get(x, REPLICATED)
             if not isinstance(placed, SHARDED):
                 return x
             shape = list(x.shape)
-            shape[placed.dim] = -(-shape[placed.dim] // self._axis.ways)
+            shape[placed.dim] = self._axis.shard(shape[placed.dim])
             return x.new_empty(shape)
 
+        fake = next(x for x in pytree.tree_leaves((call.args, call.kwargs)) if _is_fake(x))
         numbers = Numbers()
         try:
-            with torch.no_grad(), mode:
-                local, named = pytree.tree_map_only(Tensor, shard, (tuple(args), dict(kwargs)))
-                with numbers:
-                    target(*local, **named)
+            with torch.no_grad(), fake.fake_mode, numbers:
+                call.run(shard)
         except _UNKNOWN:
             pass  # its arguments have sizes, which `resized` replaces later
         return numbers.numbers
 
 
-def _key(
-    target: object,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    given: Mapping[Tensor, PartPlacement],
-) -> object:
-    def shown(x: Any) -> object:
-        if not isinstance(x, Tensor):
-            return repr(x)
-        return tuple(x.shape), x.stride(), x.dtype, given.get(x, REPLICATED)
+def _is_fake(x: object) -> bool:
+    return isinstance(x, FakeTensor)
 
-    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
-    return target, tuple(map(shown, leaves)), str(tree)
+
+def _key(node: fx.Node, given: Given) -> object:
+    def shown(x: Any) -> object:
+        value = x.meta["val"] if isinstance(x, fx.Node) else None
+        if not isinstance(value, Tensor):
+            return repr(x)
+        return tuple(value.shape), value.stride(), value.dtype, value.device.type, given[x]
+
+    leaves, tree = pytree.tree_flatten((node.args, dict(node.kwargs)))
+    shape = getattr(node.meta["val"], "shape", ())
+    return node.target, tuple(map(shown, leaves)), str(tree), tuple(shape)
 
 
 class _RedistributionError(Exception):
@@ -279,50 +268,3 @@ def _each(made: Any, placement: Callable[[Tensor], PartPlacement]) -> Placements
     if isinstance(made, list | tuple):
         return tuple(_each(x, placement) if isinstance(x, Tensor) else None for x in made)
     return placement(made)
-
-
-def _grouped(target: object, places: Sequence[PartPlacement]) -> Placements | None:
-    """Expert weights may be sharded along the output or the summed dimension of their product,
-    expert biases along the output dimension."""
-    if target is EXPERT_ROWS:
-        return Shard(1) if places[0] == Shard(1) else None
-    if places == [REPLICATED, Shard(2)]:
-        return Shard(1)
-    return Partial() if places == [Shard(1), Shard(1)] else None
-
-
-def _attention(
-    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[Tensor, PartPlacement]
-) -> Placements | None:
-    """Rows and heads are independent; torch has no single rule for all attention kernels."""
-    taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    places = [given.get(taken[name], REPLICATED) for name in NAMES[:3]]
-    rank = len(taken["query"].shape)
-    if places[0] != Shard(0) and (places[0] != Shard(1) or rank != 4):
-        return None
-    if any(place != places[0] for place in places):
-        return None
-    alike = _masked_alike(taken.get("attn_mask"), places[0].dim - rank, given)
-    return places[0] if alike else None
-
-
-def _queries(
-    args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[Tensor, PartPlacement]
-) -> Placements | None:
-    """Queries are independent if each device has all keys and values. ``is_causal`` is refused: it
-    means a mask for whole sequences."""
-    taken = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    places = [given.get(taken[name], REPLICATED) for name in NAMES[:3]]
-    if taken.get("is_causal") or places != [Shard(2), REPLICATED, REPLICATED]:
-        return None
-    fits = len(taken["query"].shape) == 4 and _masked_alike(taken.get("attn_mask"), -2, given)
-    return Shard(2) if fits else None
-
-
-def _masked_alike(mask: Tensor | None, dim: int, given: Mapping[Tensor, PartPlacement]) -> bool:
-    """Whether the mask is sharded like the scores along ``dim``, counted from the last."""
-    if mask is None:
-        return True
-    dim += len(mask.shape)
-    broadcast = dim < 0 or mask.shape[dim] == 1
-    return given.get(mask, REPLICATED) == (REPLICATED if broadcast else Shard(dim))

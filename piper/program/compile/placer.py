@@ -49,7 +49,7 @@ class Placer:
         self._shares: dict[tuple[Joint, int, int, int | None], Joint] = {}
         self._rows: dict[tuple[Captured, Captured | None], Mapping[int, Rows]] = {}
         self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
-        self._resized: list[tuple[Captured, Mapping[int, int], int, Captured]] = []
+        self._resized: list[tuple[Captured, Sequence[int], int, Captured]] = []
 
     def facts_of(self, captured: Captured) -> Model:
         """The model's facts under every recomputation policy."""
@@ -80,8 +80,8 @@ class Placer:
         resized = {}
         for n in experts:
             alone = {node.compute.chunk for node in layout.nodes if node.parts == n}
-            dims = {i: shards[i].dim for i, at in enumerate(origin) if at in alone}
-            resized[n] = self._of_experts(first, dims, n, of)
+            chunks = [i for i, at in enumerate(origin) if at in alone]
+            resized[n] = self._of_experts(first, chunks, n, of)
         rows = self._rows_of(captured, next(iter(resized.values()), None))
         captured = {**captured, **resized}
         facts |= {n: self._facts(c, policies) for n, c in resized.items()}
@@ -128,15 +128,15 @@ class Placer:
         return self._segmented[-1][2]
 
     def _of_experts(
-        self, captured: Captured, dims: Mapping[int, int], parts: int, of: int
+        self, captured: Captured, experts: Sequence[int], parts: int, of: int
     ) -> Captured:
         """``captured``, as one of ``of`` devices sees it, as one of ``parts`` devices that run only
-        experts sees it. ``dims`` gives the expert dimension of their parameters, by chunk."""
+        the chunks in ``experts`` sees it."""
         for kept, known, size, resized in self._resized:
-            if (kept is captured) and (known, size) == (dims, parts):
+            if (kept is captured) and (known, size) == (experts, parts):
                 return resized
-        resized = with_rows(captured, dims, parts, of, self._known.passes)
-        self._resized.append((captured, dims, parts, resized))
+        resized = with_rows(captured, experts, parts, of, self._known.passes)
+        self._resized.append((captured, experts, parts, resized))
         return resized
 
     def _rows_of(

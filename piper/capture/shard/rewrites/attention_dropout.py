@@ -9,14 +9,27 @@ On GPUs, fused kernels draw in an order of their own, which shards cannot reprod
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from piper.capture.graphs import arguments
+from piper.capture.shard.placements import SHARDED
+from piper.capture.shard.rewrites.table import Form, rewrite
+from piper.capture.shard.shard_axis import ShardAxis
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
-NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+@rewrite(aten.dropout.default, torch=False)
+def dropout(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form | None:
+    """Each element is dropped by itself."""
+    (source,) = node.all_input_nodes
+    return Form(placed, placed[source]) if isinstance(placed[source], SHARDED) else None
 
 
 def drops(node: fx.Node) -> bool:
@@ -31,7 +44,7 @@ def drops(node: fx.Node) -> bool:
 def in_products(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
     """The attention ``node`` as products in ``copy``; ``new`` maps nodes to their copies."""
     it = arguments(node)
-    build = _Builder(copy, node)
+    build = Builder(copy, node)
     query, key, value = (new[it[name]] for name in ("query", "key", "value"))
     width = query.meta["val"].shape[-1]
     given = it.get("scale")
@@ -53,7 +66,7 @@ def in_products(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> f
 
 
 def _masked(
-    build: _Builder, scores: fx.Node, it: dict[str, Any], new: dict[fx.Node, fx.Node]
+    build: Builder, scores: fx.Node, it: dict[str, Any], new: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     mask = None if it.get("attn_mask") is None else new[it["attn_mask"]]
     if it.get("is_causal"):
@@ -69,12 +82,13 @@ def _masked(
     return build.call(aten.masked_fill.Scalar, scores, hidden, -math.inf)
 
 
-class _Builder:
+class Builder:
     """Adds operations to ``copy`` in place of ``node``."""
 
     def __init__(self, copy: fx.Graph, node: fx.Node) -> None:
         self._copy, self._meta = copy, node.meta
-        self._mode = node.meta["val"].fake_mode
+        values = (x.meta["val"] for x in (node, *node.all_input_nodes))
+        self._mode = next(x.fake_mode for x in values if isinstance(x, FakeTensor))
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self._copy.call_function(target, args, kwargs)
@@ -82,8 +96,3 @@ class _Builder:
         with self._mode, torch.no_grad():
             made.meta = {**self._meta, "val": target(*fakes[0], **fakes[1])}
         return made
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an attention, by name."""
-    return {**dict(zip(NAMES, node.args, strict=False)), **node.kwargs}

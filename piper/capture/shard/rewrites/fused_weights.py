@@ -3,19 +3,25 @@ sharded separately.
 
     [q q q q k k v v] over 2 devices     [q q k v] [q q k v]
 
-The sections follow from where the result is split, even after a view as heads.
+The sections follow from where the result is split, even after a view as heads. The operation that
+splits them makes shards.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Shard
+
+from piper.capture.shard.placements import ShardedSections
+from piper.capture.shard.rewrites.table import Form, Share, rewrite
+from piper.capture.shard.rewrites.views import VIEWS
+from piper.capture.shard.shard_axis import ShardAxis
 
 aten = torch.ops.aten
 SPLITS = (
@@ -24,7 +30,6 @@ SPLITS = (
     aten.split.Tensor,
     aten.chunk.default,
 )
-_VIEWS = (aten.view.default, aten.reshape.default, aten.unflatten.int, aten._unsafe_view.default)
 TURNS = (
     aten.transpose.int,
     aten.permute.default,
@@ -33,22 +38,40 @@ TURNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedSections:
-    """A dimension of several sections, each sharded separately."""
+@rewrite(*SPLITS)
+def split(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form | None:
+    """The sections, each in its shards."""
+    (source,) = node.all_input_nodes
+    packed = placed[source]
+    if not isinstance(packed, ShardedSections) or dim_of(node, 2) != packed.dim:
+        return None
+    if tuple(int(x.shape[packed.dim]) for x in node.meta["val"]) != packed.sections:
+        return None
 
-    dim: int
-    sections: tuple[int, ...]
+    def emit(share: Share) -> fx.Node:
+        sizes = [n // axis.ways for n in packed.sections]
+        return share.call(aten.split_with_sizes.default, share.read(source), sizes, packed.dim)
 
-    def __str__(self) -> str:
-        return f"S({self.dim}) of {list(self.sections)}"
+    return Form(placed, (Shard(packed.dim),) * len(packed.sections), emit)
 
-    def on(self, dim: int, size: int, ways: int) -> ShardedSections | None:
-        """The same sections along ``dim``, of ``size``; None if its shards would be uneven."""
-        unit, rest = divmod(sum(self.sections), size)
-        if rest or any(n % (unit * ways) for n in self.sections):
-            return None
-        return ShardedSections(dim, tuple(n // unit for n in self.sections))
+
+@rewrite(aten.slice.Tensor)
+def sliced(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form | None:
+    """One of the sections."""
+    (source,) = node.all_input_nodes
+    packed = placed[source]
+    if not isinstance(packed, ShardedSections) or dim_of(node, 1) != packed.dim:
+        return None
+    edges = [0, *itertools.accumulate(packed.sections)]
+    taken = bounds(node, edges[-1])
+    if taken not in itertools.pairwise(edges):
+        return None
+
+    def emit(share: Share) -> fx.Node:
+        start, end = (edge // axis.ways for edge in taken)
+        return share.call(aten.slice.Tensor, share.read(source), packed.dim, start, end)
+
+    return Form(placed, Shard(packed.dim), emit)
 
 
 def sections_of(product: fx.Node) -> tuple[int, ...]:
@@ -94,7 +117,7 @@ def _followed(node: fx.Node, before: fx.Node, dim: int) -> int | None:
         return dim
     if node.target in TURNS:
         return turned(node, len(value.shape)).index(dim)
-    if node.target in _VIEWS:
+    if node.target in VIEWS:
         return _viewed(before.meta["val"].shape, value.shape, dim)
     return None
 
@@ -118,13 +141,6 @@ def _viewed(shape: Sequence[int], other: Sequence[int], dim: int) -> int | None:
         if math.prod(other[:place]) == before and size > 1:
             return place if shape[dim] % size == 0 else None
     return None
-
-
-def section(node: fx.Node, packed: ShardedSections) -> int | None:
-    """The index of the section that a slice takes, if it takes exactly one."""
-    taken = bounds(node, sum(packed.sections))
-    edges = itertools.pairwise([0, *itertools.accumulate(packed.sections)])
-    return next((i for i, edge in enumerate(edges) if edge == taken), None)
 
 
 def bounds(node: fx.Node, size: int) -> tuple[int, int]:

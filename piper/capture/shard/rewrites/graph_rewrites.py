@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
+from piper.capture.graphs import arguments
 from piper.capture.operators.head_tail_attention import HEAD_TAIL
-from piper.capture.shard.rewrites.attention_dropout import ATTENTION, drops, in_products
+from piper.capture.shard.rewrites.attention_dropout import ATTENTION, Builder, drops, in_products
 from piper.capture.shard.rewrites.key_heads import KeyHeads, Wider, repeated_heads, wider_heads
 from piper.capture.shard.shard_axis import ShardAxis
 
@@ -109,16 +110,13 @@ def _has_bias(node: fx.Node, placed: dict[fx.Node, Any]) -> bool:
 
 
 def _bias_apart(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
-    target: Any = aten.linear.default
-    args, bias = list(node.args[:2]), node.args[-1]
+    args: Any = node.args
+    target, taken, bias = aten.linear.default, args[:2], args[-1]
     if node.target is aten.addmm.default:
-        target, args, bias = aten.mm.default, list(node.args[1:]), node.args[0]
-    taken = [new[x] for x in args]  # type: ignore[index]
-    product = copy.call_function(target, tuple(taken))
-    product.meta = dict(node.meta)
-    total = copy.call_function(aten.add.Tensor, (product, new[bias]))  # type: ignore[index]
-    total.meta = dict(node.meta)
-    return total
+        target, taken, bias = aten.mm.default, args[1:], args[0]
+    build = Builder(copy, node)
+    product = build.call(target, *(new[x] for x in taken))
+    return build.call(aten.add.Tensor, product, new[bias])
 
 
 def _wider(graph: fx.Graph, placed: dict[fx.Node, Any], axis: ShardAxis) -> dict[fx.Node, Wider]:
@@ -137,13 +135,10 @@ def _with_heads(
     copy: fx.Graph, node: fx.Node, wider: Wider, new: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     """``node`` with repeated heads."""
-    repeated = {}
-    for x in wider.repeated:
-        heads, times = wider.heads.heads, wider.heads.times
-        more = repeated[x] = copy.call_function(repeated_heads, (new[x], heads, times))
-        fake = _value(x)
-        with fake.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-            more.meta = {**x.meta, "val": repeated_heads(fake, heads, times)}
+    heads, times = wider.heads.heads, wider.heads.times
+    repeated = {
+        x: Builder(copy, x).call(repeated_heads, new[x], heads, times) for x in wider.repeated
+    }
     args, kwargs = fx.node.map_arg((wider.args, wider.kwargs), lambda x: repeated.get(x) or new[x])
     made = copy.call_function(wider.target, args, kwargs)
     made.meta = {**node.meta, "val": wider.value}
@@ -165,26 +160,13 @@ def _repeats_heads(node: fx.Node, axis: ShardAxis) -> bool:
 def _repeated_heads(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
     """``node`` with keys and values repeated for all query heads, as torch does for
     ``enable_gqa``."""
-    query, key, value = node.args[:3]
-    times = _value(query).shape[-3] // _value(key).shape[-3]
-    repeated = []
-    for x in (key, value):
-        assert isinstance(x, fx.Node)
-        fake = _value(x)
-        with fake.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-            wider = fake.repeat_interleave(times, -3)
-        more = copy.call_function(aten.repeat_interleave.self_int, (new[x], times, -3))
-        more.meta = {**x.meta, "val": wider}
-        repeated.append(more)
-    others = fx.node.map_arg(node.args[3:], new.__getitem__)
-    kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
-    made = copy.call_function(
-        node.target,  # type: ignore[arg-type]
-        (new[query], *repeated, *others),  # type: ignore[index]
-        fx.node.map_arg(kwargs, new.__getitem__),
-    )
-    made.meta = dict(node.meta)
-    return made
+    it = arguments(node)
+    times = _value(it["query"]).shape[-3] // _value(it["key"]).shape[-3]
+    repeat = aten.repeat_interleave.self_int
+    taken = {x: Builder(copy, x).call(repeat, new[x], times, -3) for x in (it["key"], it["value"])}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: taken.get(x) or new[x])
+    kwargs.pop("enable_gqa", None)
+    return Builder(copy, node).call(node.target, *args, **kwargs)
 
 
 def _value(x: Any) -> Tensor:

@@ -20,9 +20,9 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
 from piper.capture.shard.placements import REPLICATED
-from piper.capture.shard.rewrites.flattening import VIEWS
-from piper.capture.shard.rewrites.vocab_parallel import Emitter, Rewrite
-from piper.ir.collectives import Placement
+from piper.capture.shard.rewrites.table import Form, Share, rewrite
+from piper.capture.shard.rewrites.views import VIEWS
+from piper.capture.shard.shard_axis import ShardAxis
 
 aten = torch.ops.aten
 _EACH_HEAD = (
@@ -195,26 +195,18 @@ def _nbytes(node: fx.Node) -> int:
     return value.numel() * value.dtype.itemsize
 
 
-def wanted_weight(node: fx.Node) -> dict[fx.Node, Placement]:
-    """The placement of a parameter from which a device selects a head; empty for other
-    operations."""
-    return dict.fromkeys(node.all_input_nodes, REPLICATED) if _repeats(node) else {}
-
-
-def own_head(node: fx.Node, local: Mapping[fx.Node, fx.Node], emit: Emitter) -> Rewrite | None:
-    """The rewrite of ``node``, if it repeats heads: it selects the head of this device."""
-    if not _repeats(node):
-        return None
+@rewrite(repeated_heads)
+def own_head(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form | None:
+    """A device selects its head from the whole parameter."""
     parameter, heads, times = node.args
     assert isinstance(parameter, fx.Node)
     shape = list(parameter.meta["val"].shape)
-    apart = emit.call(aten.reshape.default, local[parameter], [heads, -1, *shape[1:]])
-    first = emit.call(aten.floor_divide.default, emit.rank(), times)
-    head = emit.call(
-        aten.index_select.default, apart, 0, emit.call(aten.unsqueeze.default, first, 0)
-    )
-    return Rewrite(emit.call(aten.squeeze.dim, head, 0), Shard(0))
 
+    def emit(share: Share) -> fx.Node:
+        apart = share.call(aten.reshape.default, share.read(parameter), [heads, -1, *shape[1:]])
+        first = share.call(aten.floor_divide.default, share.rank(), times)
+        index = share.call(aten.unsqueeze.default, first, 0)
+        head = share.call(aten.index_select.default, apart, 0, index)
+        return share.call(aten.squeeze.dim, head, 0)
 
-def _repeats(node: fx.Node) -> bool:
-    return node.target is repeated_heads
+    return Form({parameter: REPLICATED}, Shard(0), emit, fixed=True)

@@ -12,8 +12,7 @@ gathered before the sort.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from torch.distributed.tensor import Shard
 
 from piper.capture.intercept.bincount import BINCOUNT
 from piper.capture.operators.grouped_mm import EXPERT_COUNTS
-from piper.capture.shard.placements import REPLICATED
-from piper.capture.shard.rewrites.fused_weights import ShardedSections
+from piper.capture.shard.placements import REPLICATED, Routed, RowRole, ShardedSections
+from piper.capture.shard.rewrites.table import Form, Share
 
 aten = torch.ops.aten
 
@@ -32,64 +31,19 @@ class UnroutedError(Exception):
     """Rows sorted by each device are needed in the order of the whole."""
 
 
-class RowRole(Enum):
-    """What a value of sorted rows is."""
-
-    ROWS = "rows"
-    KEYS = "keys"
-    """Rows that depend on the sorted keys alone."""
-    POSITIONS = "positions"
-    """The position before the sort of each row."""
-    INVERSE = "inverse"
-    """The position after the sort of each row from before."""
-    COUNTS = "counts"
-    """The sum over a device's rows of how often each key occurs."""
-
-    __hash__ = object.__hash__
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """Rows in the order in which each device sorted its own, along dimension 0."""
-
-    order: object
-    """Which keys they are sorted by."""
-    role: RowRole
-    rows: int = 0
-    """Rows of the whole before the sort; the whole of what positions index."""
-    natural: Shard | ShardedSections | None = None
-    """The placement before the sort; that of what positions index."""
-
-    @property
-    def dim(self) -> int:
-        return 0
-
-    @property
-    def like_rows(self) -> Routed:
-        return Routed(self.order, RowRole.ROWS)
-
-    @property
-    def like_keys(self) -> Routed:
-        return Routed(self.order, RowRole.KEYS)
-
-    def __str__(self) -> str:
-        return f"{self.role.value} by expert"
-
-
 Now = Mapping[fx.Node, Any]
 Ask = Callable[[fx.Node, dict[fx.Node, Any]], Any]
 
 
-def routed(node: fx.Node, made: Now, ask: Ask) -> tuple[dict[fx.Node, Any], Any] | None:
-    """The placements in which an operation reads its inputs, and that of its result, if it sorts
-    rows or reads sorted rows. ``ask`` gives the result's placement by the other rules."""
-    sorts = node.target in _SORTS or node.target in _ARGSORTS
-    if sorts and isinstance(before := made[_arg(node)], Shard | ShardedSections):
-        return _sorted(node, _arg(node), before)
+def routed(node: fx.Node, made: Now, ask: Ask) -> Form | None:
+    """The form of an operation that sorts rows or reads sorted rows. ``ask`` gives the placement of
+    a result by the other rules."""
     now = {x: made[x] for x in node.all_input_nodes}
+    if node.target in SORTS and isinstance(now[_arg(node)], Shard | ShardedSections):
+        return _sorted(node, now)
     if _counts(node) and isinstance(now[_arg(node)], Shard | ShardedSections):
         order = _sorts_of(_arg(node))
-        return None if order is None else (now, Routed(order, RowRole.COUNTS))
+        return None if order is None else Form(now, Routed(order, RowRole.COUNTS))
     if not any(isinstance(p, Routed) for p in now.values()):
         return None
     for rule in (_indexed, _returned, _inverted, _arithmetic, _counted):
@@ -99,24 +53,8 @@ def routed(node: fx.Node, made: Now, ask: Ask) -> tuple[dict[fx.Node, Any], Any]
     return _each_row(node, now, ask)
 
 
-def local_call(node: fx.Node, made: Any, args: Any, call: Callable[..., fx.Node]) -> Any:
-    """The operation and arguments of ``node`` on a device's rows, where they differ."""
-    if not isinstance(made, Routed):
-        return None
-    if made.role is RowRole.INVERSE and node.target in (_INDEX_PUT, _SCATTER):
-        order = args[1][0] if node.target is _INDEX_PUT else args[2]
-        fake = order.meta["val"]
-        places = call(aten.arange.default, fake.shape[0], device=fake.device)
-        base = call(aten.empty_like.default, order)
-        return aten.scatter.src, (base, 0, order, places)
-    if made.role is RowRole.POSITIONS and node.target is aten.remainder.Scalar:
-        whole = node.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
-        return node.target, (args[0], args[0].meta["val"].shape[0] * args[1] // whole)
-    return None
-
-
-def _arg(node: fx.Node, place: int = 0) -> fx.Node:
-    x = node.args[place]
+def _arg(node: fx.Node) -> fx.Node:
+    x = node.args[0]
     assert isinstance(x, fx.Node)
     return x
 
@@ -133,161 +71,151 @@ def _origin(node: fx.Node) -> fx.Node:
 
 def _sorts_of(keys: fx.Node) -> str | None:
     """The order by ``keys``, if they are sorted anywhere."""
-    sorts = _SORTS | _ARGSORTS
-    graph = keys.graph
-    same = (x for x in graph.nodes if x.target in sorts and _origin(_arg(x)) is _origin(keys))
+    same = (x for x in keys.graph.nodes if x.target in SORTS and _origin(_arg(x)) is _origin(keys))
     return _origin(keys).name if any(same) else None
 
 
-def _sorted(
-    node: fx.Node, keys: fx.Node, before: Shard | ShardedSections
-) -> tuple[dict[fx.Node, Any], Any] | None:
+def _sorted(node: fx.Node, now: Now) -> Form | None:
+    keys = _arg(node)
     value = keys.meta["val"]
     if value.dim() != 1 or value.is_floating_point():
         return None
     order = _origin(keys).name
-    positions = Routed(order, RowRole.POSITIONS, _size(keys), before)
-    if node.target in _ARGSORTS:
-        return {keys: before}, positions
-    return {keys: before}, (Routed(order, RowRole.KEYS), positions)
+    positions = Routed(order, RowRole.POSITIONS, _size(keys), now[keys])
+    whole = node.target not in _ARGSORTS
+    return Form(now, (Routed(order, RowRole.KEYS), positions) if whole else positions)
 
 
-def _index(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The rows and the positions of an operation that picks rows."""
-    if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
-        at = node.args[1][0]  # type: ignore[index]
-    elif node.target is aten.index_select.default and node.args[1] == 0:
-        at = node.args[2]
+def _indexed(node: fx.Node, now: Now) -> Form | None:
+    """Rows that are picked by their positions."""
+    args: Any = node.args
+    if node.target is aten.index.Tensor and len(args[1]) == 1:
+        at = args[1][0]
+    elif node.target is aten.index_select.default and args[1] == 0:
+        at = args[2]
     else:
         return None
-    return (_arg(node), at) if isinstance(at, fx.Node) else None
-
-
-def _indexed(node: fx.Node, now: Now) -> tuple[dict[fx.Node, Any], Any] | None:
-    """Rows that are picked by their positions."""
-    if (index := _index(node)) is None:
-        return None
-    x, at = index
-    places = now[at]
+    x, places = _arg(node), now.get(at)
     if not isinstance(places, Routed):
         return None
-    if places.role is RowRole.POSITIONS and _size(x) == places.rows:
+    if places.role is RowRole.POSITIONS and _reads(x, now[x], places):
         keys = _origin(x).name == places.order
-        if _reads(x, now[x], places):
-            made = Routed(places.order, RowRole.KEYS if keys else RowRole.ROWS)
-            return {x: places.natural, at: places}, made
+        made = Routed(places.order, RowRole.KEYS if keys else RowRole.ROWS)
+        return Form({x: places.natural, at: places}, made)
     if places.role is RowRole.INVERSE and now[x] in (places.like_rows, places.like_keys):
-        return {x: now[x], at: places}, places.natural
+        return Form(now, places.natural)
     return None
 
 
 def _reads(x: fx.Node, now: Any, places: Routed) -> bool:
-    """Whether ``x`` has the placement that positions index, or every device can take its part."""
+    """Whether ``x`` is what positions index and has its placement, or every device can take its
+    part."""
+    if _size(x) != places.rows:
+        return False
     if now != REPLICATED or isinstance(places.natural, Shard):
         return bool(now in (places.natural, REPLICATED))
     return not x.meta["val"].is_floating_point() or not x.all_input_nodes
 
 
-def _puts(node: fx.Node) -> bool:
-    """Whether ``node`` puts rows where a single index says."""
-    return node.target is _INDEX_PUT and len(node.args[1]) == 1  # type: ignore[arg-type]
+def _written(node: fx.Node) -> tuple[Any, Any, bool]:
+    """The positions to which an operation writes rows, the rows, and whether it adds them."""
+    args: Any = node.args
+    if node.target is aten.index_put.default and len(args[1]) == 1:
+        return args[1][0], args[2], args[3:] == (True,)
+    if node.target in (aten.index_add.default, aten.scatter.src) and args[1] == 0:
+        return args[2], args[3], node.target is aten.index_add.default
+    return None, None, False
 
 
-def _put(node: fx.Node) -> fx.Node:
-    indices = node.args[1]
-    assert isinstance(indices, list | tuple)
-    at = indices[0]
-    assert isinstance(at, fx.Node)
-    return at
-
-
-def _returned(node: fx.Node, now: Now) -> tuple[dict[fx.Node, Any], Any] | None:
+def _returned(node: fx.Node, now: Now) -> Form | None:
     """Rows that are added to their tokens."""
-    if node.target is aten.index_add.default and node.args[1] == 0:
-        at, source = _arg(node, 2), _arg(node, 3)
-    elif _puts(node) and node.args[3:] == (True,):
-        at, source = _put(node), _arg(node, 2)
-    else:
+    at, source, adds = _written(node)
+    places = now.get(at)
+    if not adds or not isinstance(places, Routed) or places.role is not RowRole.POSITIONS:
         return None
-    x, places = _arg(node), now[at]
-    if not isinstance(places, Routed) or places.role is not RowRole.POSITIONS:
+    x = _arg(node)
+    if now[source] != places.like_rows or not _reads(x, now[x], places):
         return None
-    if _size(x) != places.rows or now[source] != places.like_rows:
-        return None
-    if not _reads(x, now[x], places):
-        return None
-    return {x: places.natural, at: places, source: now[source]}, places.natural
+    return Form({x: places.natural, at: places, source: now[source]}, places.natural)
 
 
-def _inverted(node: fx.Node, now: Now) -> tuple[dict[fx.Node, Any], Any] | None:
+def _inverted(node: fx.Node, now: Now) -> Form | None:
     """The inverse of a permutation."""
+    at, numbers, adds = _written(node)
+    writes = isinstance(numbers, fx.Node) and numbers.target is aten.arange.default
     if node.target in _ARGSORTS:
         at = _arg(node)
-    elif _puts(node) and node.args[3:] in ((), (False,)):
-        at = _put(node)
-        if not _counts_up(node.args[2], at):
-            return None
-    elif node.target is _SCATTER and node.args[1] == 0:
-        at = _arg(node, 2)
-        if not _counts_up(node.args[3], at):
-            return None
-    else:
+    elif adds or not writes:
         return None
-    places = now[at]
-    if not isinstance(places, Routed) or places.role is not RowRole.POSITIONS:
+    places = now.get(at)
+    if not isinstance(places, Routed) or (writes and numbers.args != (_size(at),)):
         return None
-    if places.rows != _size(at):
+    if places.role is not RowRole.POSITIONS or places.rows != _size(at):
         return None
-    return {at: places}, replace(places, role=RowRole.INVERSE)
+
+    def emit(share: Share) -> fx.Node:
+        order = share.read(at)
+        fake = order.meta["val"]
+        numbered = share.call(aten.arange.default, fake.shape[0], device=fake.device)
+        base = share.call(aten.empty_like.default, order)
+        return share.call(aten.scatter.src, base, 0, order, numbered)
+
+    return Form({at: places}, replace(places, role=RowRole.INVERSE), emit if writes else None)
 
 
-def _counts_up(source: Any, at: fx.Node) -> bool:
-    """Whether ``source`` holds 0, 1, 2 and so on, one for each of ``at``."""
-    plain = isinstance(source, fx.Node) and source.target is aten.arange.default
-    return plain and source.args == (_size(at),)
-
-
-def _arithmetic(node: fx.Node, now: Now) -> tuple[dict[fx.Node, Any], Any] | None:
+def _arithmetic(node: fx.Node, now: Now) -> Form | None:
     """Positions of tokens, from those of the rows of each of their experts: ``rows // experts`` if
     a token's rows are adjacent, ``rows % tokens`` if they are one after another."""
-    if node.target not in (aten.floor_divide.default, aten.remainder.Scalar):
+    divides = node.target is aten.floor_divide.default
+    if not divides and node.target is not aten.remainder.Scalar:
         return None
-    places, by = now[_arg(node)], node.args[1]
+    at, by = node.args
+    places = now.get(at)  # type: ignore[arg-type]
     if not isinstance(places, Routed) or places.role is not RowRole.POSITIONS:
         return None
     if type(by) is not int or by < 1 or places.rows % by:
         return None
-    divides = node.target is aten.floor_divide.default
     rows = places.rows // by if divides else by
-    natural = places.natural
-    if isinstance(natural, ShardedSections):
-        sections = natural.sections
-        if divides:
-            if any(n % by for n in sections):
-                return None
-            natural = ShardedSections(0, tuple(n // by for n in sections))
-        else:
-            count, rest = divmod(len(sections) * rows, places.rows)
-            if rest or sections != sections[:count] * (places.rows // rows):
-                return None
-            natural = ShardedSections(0, sections[:count]) if count > 1 else Shard(0)
-    elif not divides and rows != places.rows:
+    natural = _of_tokens(places, rows, divides=divides)
+    if natural is None:
         return None
-    return {_arg(node): places}, replace(places, rows=rows, natural=natural)
+
+    def emit(share: Share) -> fx.Node:
+        local = share.read(at)  # type: ignore[arg-type]
+        size = _size(local) * rows // _size(at)  # type: ignore[arg-type]
+        return share.call(aten.remainder.Scalar, local, size)
+
+    made = replace(places, rows=rows, natural=natural)
+    return Form(now, made, None if divides else emit)
 
 
-def _counted(node: fx.Node, now: Now) -> tuple[dict[fx.Node, Any], Any] | None:
+def _of_tokens(places: Routed, rows: int, *, divides: bool) -> Shard | ShardedSections | None:
+    """The placement of ``rows`` tokens, from that of the rows of their experts."""
+    natural, each = places.natural, places.rows // rows
+    if not isinstance(natural, ShardedSections):
+        return natural if divides or each == 1 else None
+    sections = natural.sections
+    if divides:
+        whole = not any(n % each for n in sections)
+        return ShardedSections(0, tuple(n // each for n in sections)) if whole else None
+    count, rest = divmod(len(sections), each)
+    if rest or sections != sections[:count] * each:
+        return None
+    return ShardedSections(0, sections[:count]) if count > 1 else Shard(0)
+
+
+def _counted(node: fx.Node, now: Now) -> Form | None:
     """How often each key occurs, and sums of that over keys."""
     places = now[_arg(node)] if isinstance(node.args[0], fx.Node) else None
     if not isinstance(places, Routed):
         return None
     made = Routed(places.order, RowRole.COUNTS)
     if places.role is RowRole.COUNTS and node.target in _LINEAR:
-        return {_arg(node): places}, made
+        return Form(now, made)
     equal = places.role is RowRole.KEYS and _origin(_arg(node)).target is aten.eq.Tensor
     sums = node.target is aten.sum.dim_IntList and node.args[1:] == ([0],)
     if (equal and sums) or (places.role is RowRole.KEYS and _counts(node)):
-        return {_arg(node): places}, made
+        return Form(now, made)
     return None
 
 
@@ -298,7 +226,7 @@ def _counts(node: fx.Node) -> bool:
     return node.target is BINCOUNT
 
 
-def _each_row(node: fx.Node, now: Now, ask: Ask) -> tuple[dict[fx.Node, Any], Any]:
+def _each_row(node: fx.Node, now: Now, ask: Ask) -> Form:
     """An operation on each row by itself."""
     read = {p for p in now.values() if isinstance(p, Routed)}
     roles, orders = {p.role for p in read}, {p.order for p in read}
@@ -317,13 +245,12 @@ def _each_row(node: fx.Node, now: Now, ask: Ask) -> tuple[dict[fx.Node, Any], An
     role = RowRole.KEYS if keys and not any(x.all_input_nodes for x in others) else RowRole.ROWS
     own = Routed(orders.pop(), role)
     if not isinstance(made, tuple):
-        return dict(now), own
-    return dict(now), tuple(p and own for p in made)
+        return Form(now, own)
+    return Form(now, tuple(p and own for p in made))
 
 
-_SORTS = frozenset({aten.sort.default, aten.sort.stable})
 _ARGSORTS = frozenset({aten.argsort.default, aten.argsort.stable})
-_INDEX_PUT, _SCATTER = aten.index_put.default, aten.scatter.src
+SORTS = _ARGSORTS | {aten.sort.default, aten.sort.stable}
 _CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.alias.default, aten.detach.default})
 _LIKE = frozenset({aten.empty_like.default, aten.zeros_like.default})
 _LINEAR = _CASTS | {aten.cumsum.default, EXPERT_COUNTS}

@@ -1,0 +1,51 @@
+"""Attention on shards: rows and heads are independent, and so are queries if each device has all
+keys and values. Torch has no single rule for all its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from piper.capture.graphs import arguments
+from piper.capture.operators.head_tail_attention import HEAD_TAIL
+from piper.capture.shard.placements import REPLICATED
+from piper.capture.shard.rewrites.attention_dropout import ATTENTION
+from piper.capture.shard.rewrites.table import Form, rewrite
+from piper.capture.shard.shard_axis import ShardAxis
+
+
+@rewrite(ATTENTION, torch=False)
+def attention(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form | None:
+    """``is_causal`` means a mask for whole sequences: queries are not sharded with it."""
+    it = arguments(node)
+    query, *others = (placed[it[name]] for name in ("query", "key", "value"))
+    rank = len(it["query"].meta["val"].shape)
+    if axis.head_tail:
+        apart = query == Shard(2) and rank == 4 and others == [REPLICATED] * 2
+        apart = apart and not it.get("is_causal")
+    else:
+        apart = query == Shard(0) or (query == Shard(1) and rank == 4)
+        apart = apart and others == [query] * 2
+    if not apart or not _masked_alike(it.get("attn_mask"), placed, query.dim - rank):
+        return None
+    return Form(placed, query)
+
+
+def _masked_alike(mask: fx.Node | None, placed: Mapping[fx.Node, Any], dim: int) -> bool:
+    """Whether the mask is sharded like the scores along ``dim``, counted from the last."""
+    if mask is None:
+        return True
+    shape = mask.meta["val"].shape
+    dim += len(shape)
+    broadcast = dim < 0 or shape[dim] == 1
+    return bool(placed[mask] == Shard(dim) or (broadcast and placed[mask] == REPLICATED))
+
+
+@rewrite(HEAD_TAIL, torch=False)
+def heads(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form | None:
+    """Attention of a device's head and tail of the sequence, sharded further by heads."""
+    alike = all(placed[x] == Shard(1) for x in node.args[:3])  # type: ignore[index]
+    return Form(placed, (Shard(1), Shard(1))) if alike else None
