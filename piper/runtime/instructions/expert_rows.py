@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from piper.capture.operators.grouped_mm import regroup
-
-Arrange = Callable[[Tensor], Tensor]
-
-
-def dispatch(ways: int) -> tuple[Arrange, Arrange]:
-    """Dispatch: from this device's rows for all experts to all rows for this device's experts.
-    Returns a function that packs the data to send, and one that unpacks the received data."""
-
-    def pack(x: Tensor) -> Tensor:
-        experts, rows, *rest = x.shape
-        return x.reshape(ways, experts // ways, rows, *rest).contiguous()
-
-    def unpack(x: Tensor) -> Tensor:
-        _, experts, rows, *rest = x.shape
-        return x.transpose(0, 1).reshape(experts, ways * rows, *rest)
-
-    return pack, unpack
+from piper.ir.collectives import packing, unpacking
 
 
-def combine(ways: int) -> tuple[Arrange, Arrange]:
-    """Combine, the inverse of ``dispatch``."""
+def pack(x: Tensor, dim: int, ways: int) -> Tensor:
+    """The parts of ``x`` along ``dim``, one to send to each device. A dispatch sends rows for the
+    experts of each device (``dim`` 0), a combine the rows of each device (1)."""
+    sizes, order = packing(x.shape, dim, ways)
+    return x.reshape(sizes).permute(order).contiguous()
 
-    def pack(x: Tensor) -> Tensor:
-        experts, rows, *rest = x.shape
-        return x.reshape(experts, ways, rows // ways, *rest).transpose(0, 1).contiguous()
 
-    def unpack(x: Tensor) -> Tensor:
-        _, experts, rows, *rest = x.shape
-        return x.reshape(ways * experts, rows, *rest)
-
-    return pack, unpack
+def unpack(x: Tensor, dim: int) -> Tensor:
+    """The received parts, joined along ``dim``: 1 after a dispatch, 0 after a combine."""
+    order, sizes = unpacking(x.shape, dim)
+    return x.permute(order).reshape(sizes)
 
 
 def padded(x: Tensor, counts: Tensor, room: int) -> Tensor:

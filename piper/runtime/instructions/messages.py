@@ -17,14 +17,14 @@ from piper.runtime.comm.protocol import Begin
 from piper.runtime.context import ExecutionContext
 from piper.runtime.instructions.expert_rows import (
     beyond,
-    combine,
     counts_within,
-    dispatch,
     merged,
     own_counts,
+    pack,
     packed,
     padded,
     unmerged,
+    unpack,
 )
 from piper.runtime.pending import BoundInstruction, Pending
 
@@ -222,18 +222,18 @@ def all_to_all(
     slots, runs = context.slots, op.runs
     store = context.store(x)
     (slot,), (target,) = x.reads, x.writes
-    pack, unpack = dispatch(ways) if op.dispatches else combine(ways)
+    sent, received = (0, 1) if op.dispatches else (1, 0)
 
     def execute() -> Pending:
         given = slots[slot] if runs == 1 else own_counts(slots[slot], runs).unsqueeze(1)
-        data = pack(given)
+        data = pack(given, sent, ways)
         out = torch.empty_like(data)
         handle = begin(data, out)
-        context.coming[target] = lambda: unpack(out)
+        context.coming[target] = lambda: unpack(out, received)
 
         def finish() -> None:
             del context.coming[target]
-            store(context.arrange(target, unpack(out)))
+            store(context.arrange(target, unpack(out, received)))
 
         return Pending(x.name, [handle], finish, keeps=(data,))
 
