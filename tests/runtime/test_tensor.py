@@ -204,12 +204,12 @@ def test_the_plan_of_a_wrapped_model() -> None:
 
 
 def wasted(
-    model: nn.Module, parameters: Any, x: Tensor, loss: Any
+    model: nn.Module, parameters: Any, x: Tensor, loss: Any, **axes: Any
 ) -> tuple[piper.Program, list[str]]:
-    """The program under ``tp=2``, and its warnings."""
+    """The program under ``tp=2`` or other axes, and its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        strategy = mesh(tp=2, parameters=parameters)
+        strategy = mesh(**axes or {"tp": 2, "parameters": parameters})
         program = piper.compile(model, strategy, inputs=(x,), targets=(x,), loss=loss)
     return program, [str(w.message) for w in caught if w.category is piper.PiperWarning]
 
@@ -259,6 +259,38 @@ def test_operations_without_a_rule_are_named() -> None:
     assert gather.amount == 2 * 8 * 32 * 4 // 2  # half is remote, forward and backward
     assert "Twice" in warned[0]
     assert "no sharding rule" in warned[0]
+
+
+def test_operations_without_a_rule_are_named_along_a_sequence() -> None:
+    program, warned = wasted(Unknown(), None, torch.randn(4, 8, 16), F.mse_loss, cp=2)
+    gather = program.waste[0]
+    assert gather.operations[0].startswith("Twice")
+    assert gather.amount == 2 * 4 * 8 * 32 * 4 // 2
+    assert str(gather) in program.text()
+    assert str(gather) in warned[0]
+
+
+class UnknownExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 16, 32))
+        self.down = nn.Parameter(torch.randn(2, 32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.unflatten(0, (2, -1))
+        with piper.annotate("EP"):
+            made = Twice.apply(rows @ self.up) @ self.down
+        return made.flatten(0, 1)
+
+
+def test_operations_without_a_rule_are_named_in_experts() -> None:
+    plan = {"up": 2, "down": 1}
+    program, warned = wasted(UnknownExperts(), plan, torch.randn(8, 16), F.mse_loss)
+    gather = program.waste[0]
+    assert gather.operations[0].startswith("Twice")
+    assert gather.regions == ("EP[0]",)
+    assert str(gather) in program.text()
+    assert str(gather) in warned[0]
 
 
 PIPELINES = [

@@ -26,10 +26,9 @@ from torch.utils import _pytree as pytree
 from piper.capture.shard.placements import REPLICATED, SHARDED, PartPlacement, Placements
 from piper.capture.shard.rewrites import (  # noqa: F401 - each registers its forms
     attention,
-    context_parallel,
     fused_weights,
     grouped_products,
-    key_heads,
+    own_heads,
     vocab_parallel,
 )
 from piper.capture.shard.rewrites.table import REWRITES, WITHOUT_TORCH

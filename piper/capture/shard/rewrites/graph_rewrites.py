@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 from piper.capture.graphs import arguments
 from piper.capture.operators.head_tail_attention import HEAD_TAIL
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION, Builder, drops, in_products
-from piper.capture.shard.rewrites.key_heads import KeyHeads, Wider, repeated_heads, wider_heads
+from piper.capture.shard.rewrites.key_heads import Wider, wider_heads
 from piper.capture.shard.shard_axis import ShardAxis
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def rewritten(graph: fx.Graph, given: Sequence[Any], axis: ShardAxis) -> fx.Grap
         if node.target is aten.dropout.default and node.args[1] == 0:
             new[node] = new[node.all_input_nodes[0]]
         elif node in wider:
-            new[node] = _with_heads(copy, node, wider[node], new)
+            new[node] = wider[node].again(copy, node, new)
         elif _has_bias(node, placed):
             new[node] = _bias_apart(copy, node, new)
         elif drops(node):
@@ -127,22 +127,8 @@ def _wider(graph: fx.Graph, placed: dict[fx.Node, Any], axis: ShardAxis) -> dict
             continue
         times, rest = divmod(axis.ways, heads := _value(node.args[1]).shape[-3])
         if not rest:
-            wider |= wider_heads(node, placed, KeyHeads(heads, times))
+            wider |= wider_heads(node, placed, heads, times)
     return wider
-
-
-def _with_heads(
-    copy: fx.Graph, node: fx.Node, wider: Wider, new: dict[fx.Node, fx.Node]
-) -> fx.Node:
-    """``node`` with repeated heads."""
-    heads, times = wider.heads.heads, wider.heads.times
-    repeated = {
-        x: Builder(copy, x).call(repeated_heads, new[x], heads, times) for x in wider.repeated
-    }
-    args, kwargs = fx.node.map_arg((wider.args, wider.kwargs), lambda x: repeated.get(x) or new[x])
-    made = copy.call_function(wider.target, args, kwargs)
-    made.meta = {**node.meta, "val": wider.value}
-    return made
 
 
 def _repeats_heads(node: fx.Node, axis: ShardAxis) -> bool:
@@ -165,7 +151,7 @@ def _repeated_heads(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) 
     repeat = aten.repeat_interleave.self_int
     taken = {x: Builder(copy, x).call(repeat, new[x], times, -3) for x in (it["key"], it["value"])}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: taken.get(x) or new[x])
-    kwargs.pop("enable_gqa", None)
+    kwargs = {name: x for name, x in kwargs.items() if name != "enable_gqa"}
     return Builder(copy, node).call(node.target, *args, **kwargs)
 
 
