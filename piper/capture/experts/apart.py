@@ -24,7 +24,7 @@ from piper.capture.shard.placement_search import Placing
 from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.propagate import MisfitError, propagate
 from piper.capture.shard.rewrites.table import Form
-from piper.capture.shard.shard_axis import Parts, ShardAxis
+from piper.capture.shard.shard_axis import PartAxis, ShardAxis
 from piper.capture.trace.quiet import quiet_tracing
 from piper.ir.collectives import Placement
 from piper.ir.shards import SortedRows
@@ -40,7 +40,7 @@ def on_experts(body: Body, name: str, sorting: SortedRows | None, ways: int, dim
     given = [Shard(dim)] * body.parameters + [REPLICATED] * body.buffers
     for i in range(first, first + body.inputs):
         given.append(Shard(0) if counted in (None, i) else REPLICATED)
-    kind = Parts.EXPERTS
+    kind = PartAxis.EXPERTS
     placing = _Apart(
         part_rules(experts, kind if sorting else None), ShardAxis("experts", ways), kind, name
     )
@@ -56,7 +56,7 @@ def on_rows(body: Body, name: str, sorting: SortedRows | None, times: Fraction) 
     given: list[Placement] = [*[REPLICATED] * first, *[Shard(dim)] * body.inputs]
     if sorting is not None:
         given[first + sorting.counts] = REPLICATED
-    kind = Parts.ROWS
+    kind = PartAxis.ROWS
     placing = _Apart(
         part_rules(rows, kind if sorting else None), ShardAxis("rows", 1, times=times), kind, name
     )
@@ -96,7 +96,7 @@ class _Apart(Placing):
 
     strict = True
 
-    def __init__(self, rules: PartRules, axis: ShardAxis, parts: Parts, name: str) -> None:
+    def __init__(self, rules: PartRules, axis: ShardAxis, parts: PartAxis, name: str) -> None:
         super().__init__(rules, axis, lambda _: REPLICATED)
         self._parts_of, self._kind, self.name = rules, parts, name
 
@@ -122,8 +122,8 @@ class _Apart(Placing):
 
 
 _CURES = {
-    Parts.EXPERTS: "a device holds only some of the experts, so that the numbers would change: do "
-    "it outside the region, or for all experts alike (torch.bmm, torch.einsum)",
-    Parts.ROWS: "a device gets the rows of other devices too, so that the numbers would change: do "
-    "it outside the region",
+    PartAxis.EXPERTS: "a device holds only some of the experts, so that the numbers would change: "
+    "do it outside the region, or for all experts alike (torch.bmm, torch.einsum)",
+    PartAxis.ROWS: "a device gets the rows of other devices too, so that the numbers would change: "
+    "do it outside the region",
 }

@@ -31,8 +31,8 @@ from piper.capture.shard.placements import (
 from piper.capture.shard.resizing import resized, takes_sizes
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION
 from piper.capture.shard.rewrites.views import VIEWS, viewed
-from piper.capture.shard.shard_axis import Parts, ShardAxis
-from piper.capture.shard.sharding_rules import Call, Given, Rules
+from piper.capture.shard.shard_axis import PartAxis, ShardAxis
+from piper.capture.shard.sharding_rules import InputPlacements, Question, Rules
 from piper.capture.trace.quiet import hushed_loggers
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ class UnknownOperation(Exception):  # noqa: N818 - becomes an error where the re
 
 
 @lru_cache(maxsize=16)
-def part_rules(parts: int, sorted_rows: Parts | None = None) -> PartRules:
+def part_rules(parts: int, sorted_rows: PartAxis | None = None) -> PartRules:
     """The same rules for the same arguments: a model is traced for training, for evaluation and for
     each number of rows, and torch's rules take milliseconds."""
     return PartRules(parts, sorted_rows)
@@ -57,7 +57,7 @@ class PartRules(Rules):
     """The rules along one axis of ``parts``; with ``sorted_rows``, those that rows sorted by expert
     have along this axis."""
 
-    def __init__(self, parts: int, sorted_rows: Parts | None = None) -> None:
+    def __init__(self, parts: int, sorted_rows: PartAxis | None = None) -> None:
         super().__init__(ShardAxis("parts", 2 * parts, sorted_rows=sorted_rows))
         self._parts = parts
 
@@ -91,26 +91,26 @@ class PartRules(Rules):
                     return answer
         raise Mixed
 
-    def _ask(self, node: fx.Node, given: Given) -> Placements | None:
+    def _ask(self, node: fx.Node, given: InputPlacements) -> Placements | None:
         if node.target in VIEWS:
             return self._view(node, given)
         with hushed_loggers():
-            call = Call.of(node, given, {x: _twice(x.meta["val"], p) for x, p in given.items()})
+            call = Question.of(node, given, {x: _twice(x.meta["val"], p) for x, p in given.items()})
             if not takes_sizes(node.target):
                 return self._spread(call)
             for shape, result in _shapes(node, given):
                 target, args, kwargs = resized(call.target, call.args, call.kwargs, shape)
-                made = self._spread(Call(target, args, kwargs, call.given))
+                made = self._spread(Question(target, args, kwargs, call.given))
                 if made is not None and (made.dim if isinstance(made, SHARDED) else None) == result:
                     return made
         return None
 
-    def _spread(self, call: Call) -> Placements | None:
+    def _spread(self, call: Question) -> Placements | None:
         """The answer, even if a tensor that is repeated for each part must count as sharded."""
         made = self._torch(call)
         return self._torch(call, self._axis.ways) if made is None else made
 
-    def _view(self, node: fx.Node, given: Given) -> Placements | None:
+    def _view(self, node: fx.Node, given: InputPlacements) -> Placements | None:
         (source,) = node.all_input_nodes
         placed, shape = given[source], source.meta["val"].shape
         found = viewed(shape, node.meta["val"].shape, placed.dim, sections(placed), self._parts)

@@ -16,7 +16,7 @@ from fractions import Fraction
 from piper.ir.shards import ContextAttention
 
 
-class Parts(Enum):
+class PartAxis(Enum):
     """The axes along which devices hold different parts of a region of experts."""
 
     EXPERTS = "experts"
@@ -31,7 +31,7 @@ class ShardAxis:
     ways: int
     context: ContextAttention | None = None
     """How attention is computed if the axis shards the sequence of the batch."""
-    sorted_rows: Parts | None = None
+    sorted_rows: PartAxis | None = None
     """What it shards of rows that are sorted by expert."""
     times: Fraction = Fraction(1)
     """The size of a dimension on all devices, relative to the graph: a region was captured with the

@@ -35,12 +35,12 @@ from piper.capture.shard.rewrites.table import REWRITES, WITHOUT_TORCH
 from piper.capture.shard.rule_checks import Numbers, apart, from_the_front
 from piper.capture.shard.shard_axis import ShardAxis
 
-Given = Mapping[fx.Node, Any]
+InputPlacements = Mapping[fx.Node, Any]
 """The placements of an operation's inputs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Question:
     """An operation on fake tensors of the whole."""
 
     target: Callable[..., Any]
@@ -50,14 +50,16 @@ class Call:
     """The placements of the tensors."""
 
     @staticmethod
-    def of(node: fx.Node, given: Given, fakes: Mapping[fx.Node, Any] | None = None) -> Call:
+    def of(
+        node: fx.Node, given: InputPlacements, fakes: Mapping[fx.Node, Any] | None = None
+    ) -> Question:
         """The call of a node, on ``fakes`` or the values it was traced with."""
         values = fakes or {x: x.meta["val"] for x in given}
         args, kwargs = pytree.tree_map_only(
             fx.Node, values.__getitem__, (node.args, dict(node.kwargs))
         )
         single = {values[x]: p for x, p in given.items() if isinstance(p, PartPlacement)}
-        return Call(node.target, args, kwargs, single)  # type: ignore[arg-type]
+        return Question(node.target, args, kwargs, single)  # type: ignore[arg-type]
 
     def run(self, on: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
         """The results, with ``on`` applied to the tensors."""
@@ -74,7 +76,7 @@ class Rules:
         self._mesh = DeviceMesh("cpu", torch.arange(axis.ways), _init_backend=False, _rank=0)
         self._known: dict[object, Placements | NotImplementedError | None] = {}
 
-    def answer(self, node: fx.Node, given: Given) -> Placements | None:
+    def answer(self, node: fx.Node, given: InputPlacements) -> Placements | None:
         """The placements of the results of an operation; None if it cannot be computed from shards
         placed so. Raises ``NotImplementedError`` if there is no rule for it."""
         key = _key(node, given)
@@ -88,7 +90,7 @@ class Rules:
             raise known
         return known
 
-    def _answer(self, node: fx.Node, given: Given) -> Placements | None:
+    def _answer(self, node: fx.Node, given: InputPlacements) -> Placements | None:
         for rewrite in REWRITES.get(node.target, ()):
             form = rewrite(node, given, self._axis)
             if form is not None and form.emit is None:
@@ -97,10 +99,10 @@ class Rules:
             return None
         return self._ask(node, given)
 
-    def _ask(self, node: fx.Node, given: Given) -> Placements | None:
-        return self._torch(Call.of(node, given))
+    def _ask(self, node: fx.Node, given: InputPlacements) -> Placements | None:
+        return self._torch(Question.of(node, given))
 
-    def _torch(self, call: Call, spread: int = 0) -> Placements | None:
+    def _torch(self, call: Question, spread: int = 0) -> Placements | None:
         """The answer of torch's rules. A tensor that is repeated ``spread`` times may count
         as sharded."""
         fake = next(x for x in pytree.tree_leaves((call.args, call.kwargs)) if _is_fake(x))
@@ -117,7 +119,7 @@ class Rules:
             return None  # a number comes from a size, such as the row count of a mean
         return _each(made, asking.placement)
 
-    def _on_shards(self, call: Call) -> list[float]:
+    def _on_shards(self, call: Question) -> list[float]:
         """The numbers that an operation computes with on shards."""
 
         def shard(x: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ def _is_fake(x: object) -> bool:
     return isinstance(x, FakeTensor)
 
 
-def _key(node: fx.Node, given: Given) -> object:
+def _key(node: fx.Node, given: InputPlacements) -> object:
     def shown(x: Any) -> object:
         value = x.meta["val"] if isinstance(x, fx.Node) else None
         if not isinstance(value, Tensor):

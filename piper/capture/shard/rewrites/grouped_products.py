@@ -13,22 +13,22 @@ from torch.distributed.tensor import Partial, Shard
 from piper.capture.operators.grouped_mm import EXPERT_OFFSETS, EXPERT_ROWS, GROUPED_MM
 from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.rewrites.table import Form, rewrite
-from piper.capture.shard.shard_axis import Parts, ShardAxis
+from piper.capture.shard.shard_axis import PartAxis, ShardAxis
 from piper.ir.collectives import Placement
 
 _FIRST = Shard(0)
 _Row = tuple[list[Placement], Placement]
-_PLACEMENTS: Mapping[tuple[Parts | None, object], list[_Row]] = {
+_PLACEMENTS: Mapping[tuple[PartAxis | None, object], list[_Row]] = {
     (None, GROUPED_MM): [
         ([REPLICATED, Shard(2), REPLICATED], Shard(1)),
         ([Shard(1), Shard(1), REPLICATED], Partial()),
     ],
     (None, EXPERT_ROWS): [([Shard(1), REPLICATED], Shard(1))],
-    (Parts.EXPERTS, EXPERT_OFFSETS): [([_FIRST], _FIRST)],
-    (Parts.EXPERTS, GROUPED_MM): [([REPLICATED, _FIRST, _FIRST], REPLICATED)],
-    (Parts.EXPERTS, EXPERT_ROWS): [([_FIRST, _FIRST], REPLICATED)],
-    (Parts.ROWS, GROUPED_MM): [([_FIRST, REPLICATED, REPLICATED], _FIRST)],
-    (Parts.ROWS, EXPERT_ROWS): [([REPLICATED, REPLICATED], _FIRST)],
+    (PartAxis.EXPERTS, EXPERT_OFFSETS): [([_FIRST], _FIRST)],
+    (PartAxis.EXPERTS, GROUPED_MM): [([REPLICATED, _FIRST, _FIRST], REPLICATED)],
+    (PartAxis.EXPERTS, EXPERT_ROWS): [([_FIRST, _FIRST], REPLICATED)],
+    (PartAxis.ROWS, GROUPED_MM): [([_FIRST, REPLICATED, REPLICATED], _FIRST)],
+    (PartAxis.ROWS, EXPERT_ROWS): [([REPLICATED, REPLICATED], _FIRST)],
 }
 """The placements of the tensors of an operation, and of its result."""
 
