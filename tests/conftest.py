@@ -1,14 +1,18 @@
 """Torch runs on one thread in every test process: several processes share the cores, and some CPU
-kernels (``index_put`` with ``accumulate``) are deterministic only on one thread.
+kernels (``index_put`` with ``accumulate``) are deterministic only on one thread. The cache of
+compiled programs is off, also in processes that tests start.
 
 ``pytest tests/strategies/test_properties.py --examples 10000 -s`` tries more random strategies.
 """
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
+os.environ["PIPER_CACHE"] = "off"
 torch.set_num_threads(1)
 
 SLOW = 1

@@ -26,7 +26,9 @@ _FILE_BYTES = 2**36
 """Largest file to read, in bytes. The constants of a model are smaller."""
 PROGRAM = FileKind(
     "program",
-    re.compile(r"(?P<stem>program|graphs|constants)(-(?P<number>\d+))?(?P<ending>\.json|\.pt)"),
+    re.compile(
+        r"(?P<stem>program|graphs|constants|cached)(-(?P<number>\d+))?(?P<ending>\.json|\.pt)"
+    ),
     (CHECKSUMS,),
     b"piper program ",
 )

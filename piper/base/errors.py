@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
+
+_NOTED: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 
 
 class PiperError(Exception):
@@ -43,8 +48,21 @@ class PiperWarning(UserWarning):
 
 def warn(text: str) -> None:
     """Warn at the innermost caller's line outside this package."""
+    if (noted := _NOTED.get()) is not None:
+        noted.append(text)
     frame: FrameType | None = sys._getframe()
     level = 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "piper":
         frame, level = frame.f_back, level + 1
     warnings.warn(text, PiperWarning, stacklevel=level)
+
+
+@contextmanager
+def noting_warnings() -> Iterator[list[str]]:
+    """A list of the texts that ``warn`` gets inside."""
+    noted: list[str] = []
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)

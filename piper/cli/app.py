@@ -11,7 +11,7 @@ from piper.cli.check import check, verify
 from piper.cli.compare import compare
 from piper.cli.demo.command import demo
 from piper.cli.profile import profile
-from piper.cli.show import show
+from piper.cli.show import cache, show
 from piper.cli.simulate import simulate
 from piper.cli.train import train
 
@@ -47,6 +47,7 @@ def _root(
 for command in (train, check, verify, show, simulate, profile, compare):
     app.command(no_args_is_help=True)(command)
 app.command()(demo)
+app.command()(cache)
 
 
 def main() -> None:

@@ -1,13 +1,16 @@
 """``piper show``: prints the schedule as a grid or the program as text; writes timeline and DAG
-pages."""
+pages. ``piper cache``: the programs compiled before."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
+from piper.base.units import bytes_text, counted, waiting_text
 from piper.cli.options import (
     AsJson,
     ClusterOption,
@@ -76,3 +79,36 @@ def show(
                 ],
             }
         )
+
+
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove the programs.")] = False,
+    days: Annotated[
+        float, typer.Option("--days", help="Only programs not used for so many days.")
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show the programs that were compiled before, or remove them.
+
+    Example: piper cache --clear --days 30
+    """
+    from piper.program.cache.entries import Entries
+
+    output = Output(as_json)
+    with output.guarded():
+        entries, now = Entries.of_user(), time.time()
+        found = [] if entries is None else [e for e in entries if now - e.used >= days * 86400]
+        rows, table = [], Table("program", "compiled", "last used", "size")
+        for entry in found:
+            about, age = entry.about, now - entry.used
+            what = ("cannot be read", "") if about is None else (about.what, about.compiled)
+            table.add_row(*what, f"{waiting_text(age)} ago", bytes_text(entry.nbytes))
+            rows.append({"program": what[0], "bytes": entry.nbytes, "seconds_unused": age})
+            if clear:
+                entry.remove()
+        where = "the cache is off" if entries is None else f"{entries.folder}: "
+        if entries is not None:
+            total = bytes_text(sum(entry.nbytes for entry in found))
+            where += f"{counted(len(found), 'program')}, {total}{' removed' * clear}"
+        output.say(*([table] if found else []), where)
+        output.give({"entries": rows, "removed": clear})

@@ -67,6 +67,7 @@ class Job(CompileArguments):
             chosen,
             memory_limit=memory_limit if memory_limit is not None else self.memory_limit,
             costs=cluster.costs(self.dtype) if cluster is not None else self.costs,
+            cache=True,
         )
 
     def capture(self) -> Capture:

@@ -122,7 +122,19 @@ class Program(Compiled):
     ) -> Program:
         """The program in the folder ``path``. Weights and callables are given again. The optimizer
         may differ from the one at compilation: plans are made for the one given here."""
-        program = storage.load(path_of(path), source, optimizer, scheduler, Program)
+        folder = path_of(path)
+        return Program.of_files(storage.files_in(folder), folder, source, optimizer, scheduler)
+
+    @staticmethod
+    def of_files(
+        files: Mapping[str, bytes],
+        folder: Path,
+        source: Source | None,
+        optimizer: OptimizerFactory | None,
+        scheduler: SchedulerFactory | None,
+    ) -> Program:
+        """The program of ``files``, which were read from ``folder``."""
+        program = storage.load(files, folder, source, optimizer, scheduler, Program)
         if optimizer is None:
             return program
         with without_modes(program.training.default_dtype):

@@ -57,6 +57,7 @@ from piper.strategies.strategy import Strategy
 
 C = TypeVar("C", bound=Compiled)
 _FORMAT = Format("program", 13)
+NAMES = ("program.json", "graphs.json", "constants.pt")
 
 
 class _TotalsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,6 +128,11 @@ _TRAINING = ("clip_norm", "precision", "seed", "on_nan", "default_dtype")
 
 def save(program: Compiled, folder: Path) -> None:
     """Write ``program`` into ``folder``."""
+    folders.write(folder, _FORMAT, files_of(program))
+
+
+def files_of(program: Compiled) -> dict[str, bytes]:
+    """The files of a program, by name."""
     if program.plans != program.lowered.plans:
         raise PiperError(
             "the plans of this program are not those that its strategy gives, and a program is "
@@ -156,12 +162,11 @@ def save(program: Compiled, folder: Path) -> None:
     del data["settings"]["costs"]
     buffer = io.BytesIO()
     torch.save([dict(step.code.constants) for step in program.steps], buffer)
-    files = {
+    return {
         "program.json": json.dumps(data).encode(),
         "graphs.json": json.dumps([program_to_json(p) for p in graphs.items]).encode(),
         "constants.pt": buffer.getvalue(),
     }
-    folders.write(folder, _FORMAT, files)
 
 
 def _plain_costs(program: Compiled) -> Costs | Answers:
@@ -173,15 +178,21 @@ def _plain_costs(program: Compiled) -> Costs | Answers:
     return asked.answers
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The files of the program in ``folder``, by name."""
+    return folders.read(folder, _FORMAT, NAMES)
+
+
 def load(
+    files: Mapping[str, bytes],
     folder: Path,
     source: Source | None,
     optimizer: OptimizerFactory | None,
     scheduler: SchedulerFactory | None,
     kind: type[C],
 ) -> C:
-    """The program in ``folder``. The optimizer must be one that its settings were made for."""
-    files = folders.read(folder, _FORMAT, ("program.json", "graphs.json", "constants.pt"))
+    """The program of ``files`` from ``folder``. The optimizer must be one that its settings were
+    made for."""
     with _reading(folder, "constants.pt"):
         constants = _constants(files["constants.pt"])
     with _reading(folder, "program.json"):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import piper
 from piper.base.modes import default_dtype
 from piper.callbacks import Callback
-from piper.launch.torch_flags import Flags
+from piper.runtime.torch_flags import Flags
 from piper.strategies.directives import Directive, partition, place, split
 
 WIDTH = 4

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from piper.launch.launch_options import WorkerOptions
-from piper.launch.torch_flags import Flags
+from piper.runtime.torch_flags import Flags
 
 
 @dataclass(frozen=True, slots=True)

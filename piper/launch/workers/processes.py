@@ -25,12 +25,12 @@ import torch
 from piper.base.errors import WorkerError
 from piper.launch.device.worker_group import OneTrainer
 from piper.launch.launch_options import WorkerOptions
-from piper.launch.torch_flags import Flags
 from piper.launch.workers.calls import Call, WorkerTask, dumped
 from piper.launch.workers.first_failure import answers_of
 from piper.launch.workers.pickling import Pickled, sendable
 from piper.launch.workers.process_links import refuse_too_few_gpus
 from piper.launch.workers.worker_process import GRACE, WorkerProcess, spawned
+from piper.runtime.torch_flags import Flags
 
 
 class ProcessWorkerGroup(OneTrainer):

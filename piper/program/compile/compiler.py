@@ -36,6 +36,8 @@ from piper.ir.tensors import TensorSpec
 from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.lower.waste import LARGE
+from piper.program.cache.entries import Entries
+from piper.program.cache.lookup import Lookup
 from piper.program.chunk_table import letters_of
 from piper.program.compile.compile_arguments import CompileArguments
 from piper.program.compile.digest import digest_of
@@ -122,12 +124,15 @@ def compile(
     costs: CostModel | None = None,
     seed: int = 0,
     progress: bool | None = None,
+    cache: bool = True,
 ) -> Program:
     """Compile ``model`` for training under ``strategy``: ``capture``, then ``Capture.compile``,
     with the arguments of both."""
     _check_strategy(strategy)
     captured = checked_capture(CompileArguments.among(locals()))
-    return captured.compile(strategy, memory_limit=memory_limit, costs=costs, progress=progress)
+    return captured.compile(
+        strategy, memory_limit=memory_limit, costs=costs, progress=progress, cache=cache
+    )
 
 
 def checked_capture(given: CompileArguments) -> Capture:
@@ -145,6 +150,7 @@ class _Under:
     """In bytes."""
     costs: CostModel | None
     progress: bool | None = None
+    cache: bool = False
 
 
 class Capture:
@@ -190,21 +196,23 @@ class Capture:
         memory_limit: int | str | None = None,
         costs: CostModel | None = None,
         progress: bool | None = None,
+        cache: bool = False,
     ) -> Program:
         """The program of ``strategy``. ``memory_limit`` is the memory of a device, in bytes or as a
         size such as "80GB"; a strategy that needs more is refused. ``costs`` orders what the
         strategy leaves open: ``piper.Costs``, a ``piper.Cluster``, measurements, or your own cost
         model. After a second a terminal shows what is done; ``progress`` says whether to show it.
-        ``program.timings`` has the seconds of each stage."""
+        ``program.timings`` has the seconds of each stage. With ``cache``, which is the default of
+        ``piper.compile``, a program that was compiled before is loaded from the user's cache."""
         _check_strategy(strategy)
         _check_costs(costs)
         limit = None if memory_limit is None else nbytes_of("memory_limit", memory_limit)
         self._source.refuse_refrozen(self._frozen)
-        under = _Under(strategy, limit, costs, progress)
+        under = _Under(strategy, limit, costs, progress, cache)
         job = JobStore.of_this_process()
         if job is None:
-            return self._compiled(under)
-        digest = self._digest(under)
+            return self._found_or_compiled(under)
+        digest = digest_of(*self._compiled_from(under)).text
         known: dict[str, Any] = {
             "strategy": strategy,
             "training": self._training,
@@ -217,22 +225,60 @@ class Capture:
             "frozen": self._frozen,
             "given": digest,
         }
-        here = partial(self._compiled, under, digest)
+        here = partial(self._found_or_compiled, under, digest)
         return job.compiled(digest, here, partial(Deferred.made, here, **known))
 
-    def _digest(self, under: _Under) -> str:
-        """A digest of everything that is compiled. The optimizer is compared otherwise."""
+    def _compiled_from(self, under: _Under) -> tuple[object, ...]:
+        """Everything that is compiled. The optimizer, which changes only plans, is compared
+        otherwise."""
         it, batch = self._given, self._given.batch
         example = [TensorSpec.of(x) if isinstance(x, Tensor) else x for x in batch.leaves]
-        return digest_of(
+        return (
             it.model, it.loss, str(batch.spec), example, device_of(it.model, it.device).type,
             it.tags, it.compiler, it.remat, it.precision, it.outputs, it.clip_norm, it.seed,
             it.on_nan, self._training.default_dtype, str(under.strategy.to_json()),
             under.memory_limit, under.costs,
         )  # fmt: skip
 
-    def _compiled(self, under: _Under, digest: str | None = None) -> Program:
-        strategy, stages = under.strategy, Stages("compiling", under.progress)
+    def _found_or_compiled(self, under: _Under, digest: str | None = None) -> Program:
+        """The program from the cache, or compiled here."""
+        stages = Stages("compiling", under.progress)
+        compiled = partial(self._compiled, under, stages, digest)
+        entries = Entries.of_user() if under.cache else None
+        if entries is None:
+            return compiled()
+        with stages.stage("looking into the cache"):
+            lookup = Lookup.of(entries, self._compiled_from(under))
+            found = lookup.found()
+        if found is None:
+            return lookup.keeping(type(self._given.model).__name__, compiled)
+        about, files = found
+        line = f"from the cache, compiled on {about.compiled}"
+        with stages.stage(line), _no_collection():
+            program = Program.of_files(
+                files,
+                lookup.entries.folder,
+                self._source,
+                self._training.optimizer,
+                self._training.scheduler,
+            )
+        _ = program.located  # refuse weight files that do not match, now
+        for text in about.warnings:
+            warn(text)
+        stages.end()
+        return replace(
+            program,
+            settings=replace(program.settings, costs=under.costs or Costs()),
+            arguments=self._given,
+            again=partial(self._again, under),
+            frozen=self._frozen,
+            given=digest,
+            tracing=f"{line}\n{about.tracing}".rstrip(),
+            timings=stages.seconds,
+        )
+
+    def _compiled(self, under: _Under, stages: Stages, digest: str | None) -> Program:
+        strategy = under.strategy
         shape = _shape(strategy, self._size)
         with default_dtype(self._training.default_dtype), _no_collection():
             with stages.stage("capturing the model"):
@@ -309,7 +355,9 @@ class Capture:
         self._source.refuse_refrozen(self._frozen)
         limit = under.memory_limit if limited else None
         other = Capture(given, self._training.default_dtype)
-        return other.compile(under.strategy, memory_limit=limit, costs=under.costs)
+        return other.compile(
+            under.strategy, memory_limit=limit, costs=under.costs, cache=under.cache
+        )
 
     def _warn_of_checkpointing(self, strategy: Strategy, lines: Sequence[str]) -> None:
         """Warn that the model's own activation checkpointing has no effect: the strategy decides

@@ -1,0 +1,1 @@
+"""Programs compiled before, in a folder of the user."""
