@@ -155,7 +155,7 @@ def stage(target: Path, kind: FileKind) -> Staged:
     target = Path(os.path.abspath(target))
     with _failing(kind, target):
         if not target.name:
-            raise PiperError("this is no name for a folder")
+            raise PiperError("this is not the name of a folder")
         if target.exists() and not target.is_dir():
             raise PiperError(f"there is a file: a {kind.what} is a folder, so use another name")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ def read(folder: Path, kind: Format, names: Iterable[str]) -> dict[str, bytes]:
                 raise PiperError(
                     f"{folder} holds a program of an earlier Piper: compile it and save it again"
                 )
-            raise PiperError(f"{folder} is no saved program: there is no {CHECKSUMS}")
+            raise PiperError(f"{folder} is not a saved program: there is no {CHECKSUMS}")
         index = file_bytes(folder / CHECKSUMS)
         with within(CHECKSUMS):
             sums = _sums(index, kind, names)

@@ -19,9 +19,9 @@ def check(
     memory_limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile a job under a strategy and verify it: plans, memory, communication. Runs nothing.
+    """Compile a job under a strategy and report its memory and communication. Runs nothing.
 
-    Exits with 0 if it would run, with 1 and the reason if it is refused.
+    Exits with 0 if the strategy is valid, or with 1 and the reason if it is refused.
 
     Example: piper check train.py --mesh pp=4,dp=2,schedule=1f1b,microbatches=8,zero=1 \
 --memory-limit 80GiB
@@ -81,10 +81,10 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Train a job under a strategy on virtual devices, and in plain PyTorch on one, and compare.
+    """Compare a few training steps under a strategy with plain PyTorch on one device.
 
-    Exits with 0 if losses, gradient norms and parameters are equal up to reduction order, with 1
-    and the place where they part if not.
+    Exits with 0 if losses, gradient norms and parameters are equal up to reduction order, or
+    with 1 and the first module and pass that differ.
 
     Example: piper verify train.py --mesh pp=2,dp=2,zero=2
     """

@@ -28,7 +28,7 @@ _FIGURES = {
 File = Annotated[
     Path,
     typer.Argument(
-        help="A strategy, or what `simulate --json` or `profile --json` printed.",
+        help="A strategy, or the output of `simulate --json` or `profile --json`.",
         show_default=False,
     ),
 ]
@@ -46,7 +46,7 @@ def compare(
     timeline: Timeline = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two strategies on a cluster, or two results that are there already.
+    """Compare two strategies on a cluster, or two saved results.
 
     Example: piper compare a.json b.json --script train.py --cluster 8xH100 --timeline both.html
     """

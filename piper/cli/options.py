@@ -34,7 +34,7 @@ MeshSpec = Annotated[
     typer.Option(
         "--mesh",
         "-m",
-        help="A ready strategy: what piper.strategies.mesh takes, pp=2,dp=2,schedule=dualpipev.",
+        help="Arguments of piper.strategies.mesh, such as pp=2,dp=2,schedule=dualpipev.",
         show_default=False,
     ),
 ]
@@ -50,18 +50,18 @@ JobSettings = Annotated[
 ]
 DeviceName = Annotated[
     str | None,
-    typer.Option("--device", help="cpu or cuda, rather than the job's.", show_default=False),
+    typer.Option("--device", help="cpu or cuda; overrides the job's device.", show_default=False),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 On = Annotated[
     Where,
-    typer.Option("--on", help="What a device is: virtual devices, processes, or torchrun ranks."),
+    typer.Option("--on", help="The launcher: virtual devices, processes, or torchrun ranks."),
 ]
 Limit = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Memory of a device, such as 80GiB; refuse what needs more.",
+        help="Memory of a device, such as 80GiB; refuse a program that needs more.",
         show_default=False,
     ),
 ]
@@ -78,7 +78,7 @@ CostsOption = Annotated[
     typer.Option(
         "--profile",
         "-p",
-        help="Costs that `piper profile --costs` wrote, used for what was measured.",
+        help="Costs from `piper profile --costs`; the cluster's figures apply to the rest.",
         show_default=False,
     ),
 ]

@@ -29,7 +29,7 @@ def profile(
     mesh: MeshSpec = None,
     on: On = Where.VIRTUAL,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 3,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before those that are measured.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measurement.")] = 1,
     kernels: Annotated[
         bool, typer.Option(help="Also record the kernels of the last step.")
     ] = False,
@@ -37,7 +37,7 @@ def profile(
     trace: Trace = None,
     costs: Annotated[
         Path | None,
-        typer.Option("--costs", help="Write what was measured, for `piper simulate --profile`."),
+        typer.Option("--costs", help="Write the measured costs, for `piper simulate --profile`."),
     ] = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,

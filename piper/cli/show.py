@@ -38,9 +38,9 @@ def show(
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a program does: a grid of the schedule, or pages to explore.
+    """Show a program: its schedule as a grid, or as pages for a browser.
 
-    Times are those of the cost model; without --cluster, of H100s in one machine.
+    Times come from the cost model; the default cluster is H100s in one machine.
 
     Example: piper show train.py --strategy s.json --timeline timeline.html --dag dag.html
     """

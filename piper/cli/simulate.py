@@ -26,7 +26,7 @@ def simulate(
     trace: Trace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a step on a cluster: its time, bubbles, exposed communication, memory.
+    """Predict a step on a cluster: time, bubbles, exposed communication, memory.
 
     Example: piper simulate train.py --strategy s.json --cluster cluster.toml --timeline t.html
     """

@@ -41,15 +41,15 @@ def train(
     settings: JobSettings = None,
     device: DeviceName = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps; without it, until the batches end.")
+        int | None, typer.Option(min=1, help="Steps to train; by default, until the batches end.")
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Passes over the batches; with --steps, the first to end."),
+        typer.Option(min=1, help="Passes over the batches; with --steps, whichever ends first."),
     ] = None,
     evaluate_every: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps between evaluations; without it, after every epoch."),
+        typer.Option(min=1, help="Steps between evaluations; by default, once per epoch."),
     ] = None,
     load: Annotated[
         Path | None, typer.Option(help="Resume from this checkpoint, a folder.")
@@ -63,8 +63,8 @@ def train(
 ) -> None:
     """Train a job under a strategy.
 
-    The state is saved to --save after every so many steps and at the end; --load resumes
-    from there, under this or another strategy, with the batches that follow.
+    With --save, a checkpoint is written every --every steps and at the end. --load resumes from
+    it, under the same or another strategy, with the next batches.
 
     Example: piper train train.py --on processes --set lr=1e-4 --steps 100 --save state
     """

@@ -196,8 +196,8 @@ class Durations:
         seconds = self._model.duration(task, devices)
         if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise PiperError(
-                f"{self._model} says that {task} takes {seconds!r}: a cost model gives seconds "
-                "from 0 on, or None for what it does not know"
+                f"{self._model} says that {task} takes {seconds!r}: a cost model returns seconds, "
+                "at least 0, or None if it does not know"
             )
         return seconds
 

@@ -135,7 +135,7 @@ def files_of(program: Compiled) -> dict[str, bytes]:
     """The files of a program, by name."""
     if program.plans != program.lowered.plans:
         raise PiperError(
-            "the plans of this program are not those that its strategy gives, and a program is "
+            "the plans of this program are not the plans of its strategy, and a program is "
             "saved without plans: launch it on virtual devices, which need no copy of it"
         )
     graphs = _Graphs()

@@ -123,7 +123,7 @@ class Row:
         if microbatch not in left:
             if microbatch not in self.stages[stage]:
                 raise DirectiveError(f"{action}: this rank does not run it")
-            raise DirectiveError(f"{action}: the row has it already")
+            raise DirectiveError(f"{action}: the row already has it")
         if which is not Pass.F and microbatch in self._forwards[stage]:
             raise DirectiveError(f"{action}: no forward before it")
         del left[microbatch]

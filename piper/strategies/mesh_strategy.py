@@ -158,7 +158,9 @@ def mesh(
         tensor = shard(where, axis="tp", parameters=parameters, sequence=sequence_parallel)
         state.append(tensor)
     elif parameters is not None or sequence_parallel:
-        raise DirectiveError("parameters= and sequence_parallel= are of tensor parallelism: tp=")
+        raise DirectiveError(
+            "parameters= and sequence_parallel= are for tensor parallelism: give tp="
+        )
     return Strategy([*directives[:placed], *state, *directives[placed:]])
 
 

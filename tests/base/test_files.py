@@ -505,7 +505,7 @@ def test_an_optimizer_for_which_a_program_cannot_be_used(folder: Path) -> None:
 def test_plans_that_were_changed_are_not_saved(program: piper.Program, tmp_path: Path) -> None:
     plan = program.plans[0]
     changed = replace(plan, instructions=plan.instructions[:-1])
-    with pytest.raises(PiperError, match="not those that its strategy gives"):
+    with pytest.raises(PiperError, match="not the plans of its strategy"):
         program.with_plans((changed, *program.plans[1:])).save(tmp_path)
 
 

@@ -336,7 +336,7 @@ MISTAKES = [
     wrong("targets of numpy", "targets[0]", "ndarray", targets=(Y.numpy(),)),
     wrong("too many inputs", "Net.forward()", "3 were given", inputs=(X, X)),
     wrong("an unknown keyword", "Net.forward()", "'z'", inputs={"z": X}),
-    wrong("loss=None", "targets are for a loss", loss=None),
+    wrong("loss=None", "targets= needs a loss", loss=None),
     wrong("a loss of other arguments", "takes (out)", "1 target:", loss=lambda out: out.sum()),
     wrong("loss not scalar", "the loss", "scalar", "(8, 4)", loss=lambda o, y: o - y),
     wrong("loss of three", "the loss", "(sum, count)", loss=lambda o, y: (o.sum(),) * 3),

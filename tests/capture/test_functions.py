@@ -249,7 +249,7 @@ def test_the_loss_of_the_model(alone: bool) -> None:
 @pytest.mark.parametrize(
     ("targets", "says"),
     [
-        (ROWS[1:], "targets are for a loss, and none is given"),
+        (ROWS[1:], "targets= needs a loss, and none is given"),
         ((), r"returns no loss: its output is a dict without one"),
     ],
 )

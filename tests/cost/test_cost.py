@@ -741,7 +741,7 @@ def test_answers_that_are_no_times_are_refused(answer: Any) -> None:
         def duration(self, task: piper.Task, devices: tuple[int, ...]) -> Any:
             return answer
 
-    with pytest.raises(piper.PiperError, match="gives seconds from 0 on"):
+    with pytest.raises(piper.PiperError, match="returns seconds, at least 0"):
         net(mesh(pp=2, microbatches=4), Wrong())
 
 

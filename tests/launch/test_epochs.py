@@ -105,7 +105,7 @@ def test_patience_ends_a_run_and_a_resumed_one(tmp_path: Path) -> None:
     assert whole.ended is Ended.PATIENCE
     assert whole.last_step == best[0] + 3
     assert best[1] == min(loss for _, loss in whole.evaluations)
-    assert f"{best[1]:.4f} at best (step {best[0]})" in str(whole)
+    assert f"best {best[1]:.4f} (step {best[0]})" in str(whole)
     how |= {"checkpoint": tmp_path, "resume": True}
     with piper.launch(made) as trainer:
         for _ in trainer.iterate(BATCHES, **how):
@@ -135,7 +135,7 @@ def test_a_sampler_is_told_the_epoch(trainer: piper.Trainer) -> None:
 
 def test_what_is_refused(trainer: piper.Trainer) -> None:
     refused: dict[str, dict[str, Any]] = {
-        "epochs=0 must be a whole number from 1 on": {"epochs": 0},
+        "epochs=0 must be a whole number, at least 1": {"epochs": 0},
         "evaluate_every= and patience= need evaluate=, held-out batches": {"patience": 2},
         "evaluate= is a list_iterator, and the batches are read several times": {
             "evaluate": iter(BATCHES)

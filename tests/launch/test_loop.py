@@ -80,8 +80,8 @@ def test_fit_trains_and_says_what_it_did(trainer: piper.Trainer) -> None:
     assert summary.mean_loss == pytest.approx(sum(whole(4)) / 4)
     assert (summary.resumed_from, summary.ended) == (None, Ended.BATCHES)
     assert re.fullmatch(
-        r"4 steps \(1 epoch\) in .* m?s, [\d,]+ tokens/s, to step 4: loss \d\.\d{4} at first, "
-        r"\d\.\d{4} at best \(step \d\), \d\.\d{4} at last, mean \d\.\d{4}; the batches ended",
+        r"4 steps \(1 epoch\) in .* m?s, [\d,]+ tokens/s, to step 4: loss first \d\.\d{4}, "
+        r"best \d\.\d{4} \(step \d\), last \d\.\d{4}, mean \d\.\d{4}; the batches ended",
         str(summary),
     )
 

@@ -55,7 +55,7 @@ def program() -> piper.Program:
 COMPILING: dict[str, tuple[Callable[[], object], str]] = {
     "no loss": (
         lambda: compiled(loss=LEFT_OUT),
-        r"targets are for a loss, and none is given: give loss=",
+        r"targets= needs a loss, and none is given: give loss=",
     ),
     "no targets": (
         lambda: compiled(targets=LEFT_OUT),
@@ -154,13 +154,13 @@ TRAINING: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     ),
     "a smaller batch": (
         lambda t, _: t.fit([(X[:3], X[:3])]),
-        r"leave the last, smaller batch out \(drop_last=True\)",
+        r"drop the last, smaller batch \(drop_last=True\)",
     ),
     "a batch with a gradient": (
         lambda t, _: t.step(X.clone().requires_grad_(), X),
         r"inputs\[0\] requires grad, .*: give inputs\[0\].detach\(\)",
     ),
-    "no epochs": (lambda t, _: t.fit([(X, X)], epochs=0), r"epochs=0 must be a .* from 1 on"),
+    "no epochs": (lambda t, _: t.fit([(X, X)], epochs=0), r"epochs=0 must be a .* at least 1"),
     "a misspelt option": (
         lambda t, _: t.fit([(X, X)], epoch=2),
         r"has no argument 'epoch': did you mean epochs\? Its arguments are batches, epochs",

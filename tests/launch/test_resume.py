@@ -111,10 +111,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"every": 2}, "need checkpoint=, a folder"),
-        ({"steps": -1}, "steps=-1 must be a whole number from 0 on, or None"),
-        ({"checkpoint": "run", "every": 0}, "every=0 must be a whole number from 1 on"),
-        ({"checkpoint": "run", "keep": 1.5}, "keep=1.5 must be a whole number from 1 on"),
-        ({"checkpoint": "run"}, "has the checkpoints of a run that got to step 1: say resume=True"),
+        ({"steps": -1}, "steps=-1 must be a whole number, at least 0, or None"),
+        ({"checkpoint": "run", "every": 0}, "every=0 must be a whole number, at least 1"),
+        ({"checkpoint": "run", "keep": 1.5}, "keep=1.5 must be a whole number, at least 1"),
+        (
+            {"checkpoint": "run"},
+            "has the checkpoints of a run that reached step 1: set resume=True",
+        ),
         ({"checkpoint": "file"}, "cannot be used for checkpoints"),
     ],
 )

@@ -130,7 +130,7 @@ def test_replicas_that_differ_between_microbatches() -> None:
         place({"MB": 0}, devices=DP_TP[0], batch="dp"),
         place({"MB": 1}, devices=[0, 1]),
     ]
-    with pytest.raises(piper.DirectiveError, match="computed alike by 1 devices each"):
+    with pytest.raises(piper.DirectiveError, match="computed identically by 1 devices each"):
         compiled(model, strategy, mean_loss, batches)
 
 

@@ -953,14 +953,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"parameters": {"up": "columns"}},
         DirectiveError,
-        r"'up' is to be sharded 'columns': give the number of a dimension, 'column', 'row', 'rep",
+        r"'up' maps to 'columns': give the number of a dimension, 'column', 'row', 'rep",
     ),
     ({"parameters": {}}, DirectiveError, r"parameters=\{\} shards nothing: name parameters, or"),
     ({"parameters": None}, DirectiveError, r"the model declares no plan for tensor parallelism"),
     (
         {"axis": None, "parameters": {"up": "column"}},
         DirectiveError,
-        r"parameters= and sequence= are of tensor parallelism: name the axis",
+        r"parameters= and sequence= are for tensor parallelism: name the axis",
     ),
     (
         {"axis": "dp", "parameters": {"fused": "row"}},
@@ -993,7 +993,7 @@ def test_a_tied_head_is_told_its_first_name(pattern: str) -> None:
 
 def test_two_rules_for_a_region_are_refused() -> None:
     with pytest.raises(
-        DirectiveError, match=r"is sharded already by shard.*sharded along one axis"
+        DirectiveError, match=r"is already sharded by shard.*sharded along one axis"
     ):
         program_of(dense(), [*CASES["dp2-zero1"], tensor()[-1]])
 

@@ -264,7 +264,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: mesh(expert_zero=-1), "zero=-1: must be 0, 1, 2 or 3"),
     (lambda: mesh(dp=2, bucket_mb=-1), "bucket_mb=-1 must be a positive number"),
     (lambda: mesh(dp=2, zero=1, within=0), "within=0 must be a positive whole number"),
-    (lambda: mesh(dp=2, within=2), "within=2 says over how many .* zero=0 shards nothing"),
+    (lambda: mesh(dp=2, within=2), "within=2 is the number of devices .* zero=0 shards nothing"),
     (lambda: mesh(dp=2, ep=2, capacity=-0.5), "capacity=-0.5 must be a positive number"),
     (lambda: mesh(attention="ring"), "attention='ring' is unknown"),
     (lambda: mesh(shedule="1f1b"), "no argument 'shedule': did you mean schedule\\? .* pp, dp"),  # type: ignore[call-arg]
@@ -490,9 +490,9 @@ def _table_of_torch(name: str, ranks: int, microbatches: int, path: Path) -> Pat
 
 TABLES: list[tuple[str, str]] = [
     ("0F0,0X0", r"line 1, column 2 of the table: '0X0' is not an action"),
-    ("0F0,0B0,0B0", "line 1 of the table: 0B0: the row has it already"),
+    ("0F0,0B0,0B0", "line 1 of the table: 0B0: the row already has it"),
     ("0F1,0B0", "line 1 of the table: 0B0: this rank does not run it"),
-    ("0F0,0F0,0B0", "line 1 of the table: 0F0: the row has it already"),
+    ("0F0,0F0,0B0", "line 1 of the table: 0F0: the row already has it"),
     ("0F0,0B0\n\n1F0,1B0", "rank 1 has nothing to do"),
     ("0F2000000000,0B2000000000", "is not an action"),
     ("0F99999999,0B99999999", "but each of the 100000000 must pass it once"),

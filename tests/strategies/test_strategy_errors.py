@@ -99,7 +99,9 @@ MISTAKES = [
     ),
     Mistake("MB before split", place({"MB": 0}, devices=[0]), ["unknown tag 'MB'"]),
     Mistake("absent tag", place({"PASS": "-"}, devices=[0]), ["matches nothing"]),
-    Mistake("empty list", place({"layer": []}, devices=[0]), ["'layer'", "one of nothing", "[]"]),
+    Mistake(
+        "empty list", place({"layer": []}, devices=[0]), ["'layer'", "one of an empty list", "[]"]
+    ),
     Mistake(
         "unknown pass", place({"PASS": "FW"}, devices=[0]), ["PASS is one of F, B, BI, BW", "'FW'"]
     ),
@@ -118,7 +120,7 @@ MISTAKES = [
     Mistake(
         "into exists",
         partition("layer", into="head", parts=2),
-        ["'head' exists already", "another name"],
+        ["'head' already exists", "another name"],
     ),
     Mistake(
         "no region",
@@ -164,12 +166,12 @@ MISTAKES = [
     Mistake("split in no parts", split(parts=0), ["parts=0", "positive whole number"]),
     Mistake("split in half a part", split(parts=0.5), ["parts=0.5"]),  # type: ignore[arg-type]
     Mistake("split in true", split(parts=True), ["parts=True"]),
-    Mistake("split twice", split(into="M2", parts=2), ["split already, into 'MB'"], TWO_STAGES),
-    Mistake("split into a region", split(into="layer", parts=2), ["'layer' exists already"]),
+    Mistake("split twice", split(into="M2", parts=2), ["already split, into 'MB'"], TWO_STAGES),
+    Mistake("split into a region", split(into="layer", parts=2), ["'layer' already exists"]),
     Mistake(
         "split after order",
         split(parts=2),
-        ["ordered already", "split before order"],
+        ["already ordered", "split before order"],
         [ALL_ON_0, order({"layer": 0, "PASS": "F"}, {"layer": 0, "PASS": "B"})],
     ),
     Mistake("split a part", split({"layer": 0}, parts=2), ["a part of the model", "where={}"]),
@@ -186,13 +188,13 @@ MISTAKES = [
     Mistake(
         "placed twice",
         place({"layer": 1}, devices=[1]),
-        ["F layer[1]", "placed already, on [0] by place({}, devices=[0])", "disjoint"],
+        ["F layer[1]", "already placed, on [0] by place({}, devices=[0])", "disjoint"],
         [ALL_ON_0],
     ),
     Mistake(
         "placed twice around a split",
         place({"layer": 1}, devices=[1]),
-        ["placed already, on [0] by place({}, devices=[0])"],
+        ["already placed, on [0] by place({}, devices=[0])"],
         [ALL_ON_0, split(parts=2)],
     ),
     Mistake(
@@ -209,7 +211,7 @@ MISTAKES = [
     Mistake(
         "ruled twice",
         replicate({"layer": 0}, zero=1),
-        ["the state of layer[0] is ruled already, by replicate({})", "{'EP': '-'}"],
+        ["the state of layer[0] already has a rule: replicate({})", "{'EP': '-'}"],
         [replicate({})],
     ),
     Mistake(
@@ -252,7 +254,7 @@ MISTAKES = [
     Mistake(
         "sharded twice",
         shard({"EP": 0}),
-        ["F layer[0] EP[0] is sharded already, 2 ways by shard({'EP': '*'})"],
+        ["F layer[0] EP[0] is already sharded, 2 ways by shard({'EP': '*'})"],
         [place({}, devices=[0, 1]), shard({"EP": "*"})],
         lambda: moe(1, 4),
     ),

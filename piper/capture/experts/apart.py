@@ -79,12 +79,12 @@ def _propagated(
             "torch.einsum, or reshape with -1"
         ) from misfit
     if any(placed != made for placed in local.placements):
-        where = (
-            "one row for each that it takes" if made == REPLICATED else "experts first, rows second"
-        )
+        where = "experts first and rows second"
+        if made == REPLICATED:
+            where = "one row for each row that it takes"
         raise CaptureError(
-            f"region {placing.name} mixes experts: it does not make {where}; do the dispatch and "
-            "the combination outside"
+            f"region {placing.name} mixes experts: it does not return {where}; move dispatch and "
+            "combine outside"
         )
     key = f"{body.key} on {placing.axis} from {given}"
     sizes = body.parameters, body.buffers, body.inputs, body.outputs, body.updates

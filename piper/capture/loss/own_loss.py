@@ -18,7 +18,7 @@ def loss_or_own(loss: Loss | None, targets: Sequence[Any]) -> Loss:
         return loss
     if isinstance(targets, Sequence) and len(targets):
         raise CaptureError(
-            "targets are for a loss, and none is given: give loss=, a function (output, *targets), "
+            "targets= needs a loss, and none is given: give loss=, a function (output, *targets), "
             "or, to a model that computes its loss itself, the targets among its inputs (labels)"
         )
     return own_loss
@@ -43,7 +43,7 @@ def own_loss(output: Any) -> Tensor:
         if output.numel() != 1:
             raise CaptureError(
                 f"no loss= is given, and the model returns a tensor of shape {list(output.shape)}, "
-                "which is no loss: give loss=, a function (output, *targets), and targets="
+                "which is not a loss: give loss=, a function (output, *targets), and targets="
             )
         return output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -143,7 +143,7 @@ class LocalChunks:
         before = [draw for _, draw in drawn[: mine[0]]]
         if mine != list(range(mine[0], mine[-1] + 1)) or None in before:
             raise CaptureError(
-                f"region {self._chunk.name} draws random numbers that shards cannot draw alike: "
+                f"region {self._chunk.name} draws random numbers that shards cannot reproduce: "
                 "only dropout can be sharded; set it to 0 there, or make the regions smaller"
             )
         earlier = self._chunk.draws or Draws(self._chunk.index)

@@ -110,7 +110,7 @@ def _term(name: str, value: Any) -> Term:
     several = isinstance(value, Iterable) and not isinstance(value, str)
     items = list(value) if several else [value]
     if not items:
-        raise DirectiveError(f"the filter asks {name!r} to be one of nothing: {value!r}")
+        raise DirectiveError(f"the filter asks {name!r} to be one of an empty list: {value!r}")
     tags = frozenset(_tag(name, item) for item in items)
     return Term(name, tags, True, repr(list(value)) if several else repr(value))
 

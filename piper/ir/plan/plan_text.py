@@ -221,7 +221,7 @@ def parse(written: str) -> PlanParts:
             else:
                 instructions.append(_parsed(line))
     if missing := slots.keys() ^ range(len(slots)):
-        raise PiperError(f"the plan says nothing of slot {min(missing)}: each needs a line 'slots'")
+        raise PiperError(f"the plan does not define slot {min(missing)}: each needs a line 'slots'")
     row = tuple(slots[number] for number in range(len(slots)))
     return PlanParts(devices, tuple(instructions), tuple(given), tuple(seeds), row, tuple(returned))
 

@@ -29,7 +29,7 @@ def verify_plans(dag: Dag, classes: RankClasses, plans: Sequence[Plan]) -> None:
 
 
 def _fault(what: str) -> PiperError:
-    return PiperError(f"the compiler made a plan that cannot be right: {what}; please report this")
+    return PiperError(f"the compiler made an invalid plan: {what}; please report this")
 
 
 def _slots(plan: Plan) -> None:

@@ -73,8 +73,8 @@ class RowPieces:
             )
         if known is None and (mixes := self._shapes.first.codes[1].mixes) is not None:
             raise PiperError(
-                "a row of this model depends on the rows beside it, so a batch cannot be cut or "
-                f"filled up: evaluate batches of {size} rows (drop_last=True). It is {mixes}"
+                "the rows of a batch depend on each other in this model, so a batch cannot be "
+                f"split or padded: evaluate batches of {size} rows (drop_last=True). It is {mixes}"
             )
         self._begun = True
         if self._rest is None and known is not None:

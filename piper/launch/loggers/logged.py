@@ -48,7 +48,7 @@ class Logger(ABC):
 
     def __init__(self, every: int) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise PiperError(f"every={every!r} must be a whole number from 1 on")
+            raise PiperError(f"every={every!r} must be a whole number, at least 1")
         self._every = every
         self._begun = False
         self._pace: Pace | None = None

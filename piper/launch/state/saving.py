@@ -83,7 +83,9 @@ def prepare(group: WorkerGroup, path: str | Path, keep: int | None) -> Staged:
     target = _absolute(path)
     if keep is not None:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise PiperError(f"keep={keep!r} must be a whole number from 1 on, or None to keep all")
+            raise PiperError(
+                f"keep={keep!r} must be a whole number, at least 1, or None to keep all"
+            )
         numbered(target)
     return group.once(lambda: stage(target, CHECKPOINT))
 

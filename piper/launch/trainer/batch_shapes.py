@@ -59,6 +59,6 @@ class BatchShapes:
         except PiperError as error:
             raise PiperError(
                 f"{error}. This is a batch of another shape than the example captured, for which "
-                "a program of its own is compiled (shapes=): leave a last, smaller batch out "
-                "(drop_last=True), or fill it up with pad="
+                "a program of its own is compiled (shapes=): drop a last, smaller batch "
+                "(drop_last=True), or pad it with pad="
             ) from error

@@ -100,8 +100,8 @@ def tensors_of_rows(program: Program, rows: Tensor, batch: Sequence[Any]) -> lis
         return list(program.example.resized(count).like(*batch).tensors)
     except PiperError as error:
         raise PiperError(
-            f"{error}. With rows=True a batch has {count} rows here, those that trainer.rows "
-            "says, in this order"
+            f"{error}. With rows=True a batch has {count} rows here: those of trainer.rows, "
+            "in this order"
         ) from None
 
 
@@ -117,9 +117,9 @@ def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> Piper
     if len(rows) == 1 and found < size:
         fits = found % program.loss_parts == 0
         return PiperError(
-            f"{error}. A batch has {size} rows here, and this one {found}: leave the last, "
-            "smaller batch out (drop_last=True), "
-            f"{'' if fits else 'or '}fill it up with pad= and a loss that ignores what fills it up"
+            f"{error}. A batch has {size} rows here, and this one {found}: drop the last, "
+            "smaller batch (drop_last=True), "
+            f"{'' if fits else 'or '}pad it with pad= and a loss that ignores the padding"
             f"{f', or {own}' if fits else ''}"
         )
     if [x.shape for x in tensors] != [x.shape for x in examples]:
@@ -134,14 +134,14 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
         return batch
     if rows:
         raise PiperError(
-            "pad= fills up a whole batch, and rows=True gives some rows of one: pad the batch "
+            "pad= pads a whole batch, and rows=True passes only some of its rows: pad the batch "
             "before taking trainer.rows of it"
         )
     code, _ = program.codes
     totals = code.totals
     if code.count is None and (totals is None or not totals.complete):
         raise PiperError(
-            "a padded batch needs a loss that ignores the rows that fill it up: a mean over the "
+            "a padded batch needs a loss that ignores the padding: a mean over the "
             "targets that count (cross_entropy with ignore_index, a masked mean), or (sum, count); "
             "this loss has a mean over all rows"
         )

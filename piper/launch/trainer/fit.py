@@ -102,7 +102,7 @@ class Checkpoints:
         known = self._group.once(self._prepare)
         if known and not resume:
             raise PiperError(
-                f"{self.folder} has the checkpoints of a run that got to step {max(known)}: say "
+                f"{self.folder} has the checkpoints of a run that reached step {max(known)}: set "
                 "resume=True to resume from there, or use another folder"
             )
         refused: PiperError | None = None

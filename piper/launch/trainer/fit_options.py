@@ -82,7 +82,7 @@ class FitOptions:
 def _check_number(name: str, number: object, least: int) -> None:
     whole = isinstance(number, int) and not isinstance(number, bool)
     if number is not None and not (whole and number >= least):  # type: ignore[operator]
-        raise PiperError(f"{name}={number!r} must be a whole number from {least} on, or None")
+        raise PiperError(f"{name}={number!r} must be a whole number, at least {least}, or None")
 
 
 def with_options(

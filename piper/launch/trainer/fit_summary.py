@@ -59,15 +59,15 @@ class FitSummary:
             step, best = self.best_loss
             text += (
                 f", {self.tokens_per_second:,.0f} tokens/s, to step {self.last_step}: loss "
-                f"{self.first_loss:.4f} at first, {best:.4f} at best (step {step}), "
-                f"{self.loss:.4f} at last, mean {self.mean_loss:.4f}"
+                f"first {self.first_loss:.4f}, best {best:.4f} (step {step}), "
+                f"last {self.loss:.4f}, mean {self.mean_loss:.4f}"
             )
         if self.evaluations:
             text += f"; {counted(len(self.evaluations), 'evaluation')}: loss "
             if self.best_evaluation is not None:
                 step, best = self.best_evaluation
-                text += f"{best:.4f} at best (step {step}), "
-            text += f"{self.evaluations[-1][1]:.4f} at last"
+                text += f"best {best:.4f} (step {step}), "
+            text += f"last {self.evaluations[-1][1]:.4f}"
         if self.resumed_from is not None:
             text += f"; resumed from step {self.resumed_from}"
         return f"{text}; {self.ended.value}"

@@ -228,7 +228,7 @@ class Trainer:
         it slower.
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise PiperError(f"steps={steps!r} must be a whole number from 1 on")
+            raise PiperError(f"steps={steps!r} must be a whole number, at least 1")
         with self._undisturbed():
             tensors = self._inputs(batch or self.example)
         measured = []

@@ -77,8 +77,8 @@ class ManyTrainers:
             collective(*given, group=self._objects, **options)
         except RuntimeError as error:
             raise PiperError(
-                f"the processes cannot be brought together ({str(error).splitlines()[0]}): one of "
-                "them has ended or hangs; look at what it wrote first"
+                f"the processes cannot communicate ({str(error).splitlines()[0]}): one of "
+                "them has ended or hangs; read its output first"
             ) from error
 
 

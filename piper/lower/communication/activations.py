@@ -297,9 +297,9 @@ def _refuse_other_replicas(dag: Dag) -> None:
         other = dag.nodes[first.setdefault(node.op.chunk, number)]
         if other.replicas != node.replicas:
             raise DirectiveError(
-                f"{name_of(dag, number)} is computed alike by {node.replicas} devices each, and "
-                f"other microbatches of it by {other.replicas}: leave the same number of devices "
-                f"out of batch= ({dag.history[node.sends.made_by]}, "
+                f"{name_of(dag, number)} is computed identically by {node.replicas} devices each, "
+                f"and other microbatches of it by {other.replicas}: leave the same number of "
+                f"devices out of batch= ({dag.history[node.sends.made_by]}, "
                 f"{dag.history[other.sends.made_by]})"
             )
 

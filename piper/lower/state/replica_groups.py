@@ -203,11 +203,11 @@ def _refuse_both(dag: Dag, places: Mapping[tuple[int, int], Group]) -> None:
             tag = list(dag.model.chunks[chunk].tags)[-1]
             raise DirectiveError(
                 f"{dag.history[rule.made_by]} would shard the parameters of "
-                f"{region_of(dag, chunk)} over {group_text(devices)}, but these have different "
-                f"experts each by {dag.history[shard.made_by]}, and nothing that they could "
+                f"{region_of(dag, chunk)} over {group_text(devices)}, but each of these has "
+                f"different experts because of {dag.history[shard.made_by]}, so nothing is left to "
                 f"shard: give the experts a rule of their own, replicate({{{tag!r}: '-'}}, "
-                f"zero=3) for the rest and replicate({{{tag!r}: '*'}}, zero=0); or shard them "
-                "fewer ways="
+                f"zero=3) for the rest and replicate({{{tag!r}: '*'}}, zero=0); or use "
+                "a smaller ways="
             )
 
 

@@ -56,7 +56,7 @@ def refuse_other_share(whole: Model, share: Model) -> None:
             raise PiperError(
                 f"region {name} computes differently on a share of its experts: torch treats "
                 "dimensions of size 1 otherwise, and there the region has other numbers of experts "
-                "and rows; give a larger batch, or shard fewer ways="
+                "and rows; give a larger batch, or a smaller ways="
             )
 
 

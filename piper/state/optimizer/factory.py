@@ -133,7 +133,7 @@ def trying(argument: str, device: torch.device | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         raise PiperError(
-            f"{argument} failed when it was tried on small parameters, for some steps: "
+            f"{argument} failed in a trial on small parameters: "
             f"{type(error).__name__}: {error}. Fix it: it must work for any list of parameters, "
             "made anew each time"
         ) from error

@@ -32,7 +32,7 @@ def make_scheduler(
     ]
     if needed:
         raise PiperError(
-            f"the scheduler {type(scheduler).__name__} must be told {', '.join(needed)} at each "
+            f"the scheduler {type(scheduler).__name__} needs {', '.join(needed)} at each "
             "step; use one that depends on the number of steps alone"
         )
     return scheduler

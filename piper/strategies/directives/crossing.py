@@ -30,8 +30,8 @@ def refuse_crossing(dag: Dag, groups: Sequence[Sequence[int]]) -> None:
         other = behind[number]
         if other is not None and place[other] > i and _apart(dag, number, other):
             raise DirectiveError(
-                f"{_named(dag, number)} comes before {_named(dag, other)} here, but needs what "
-                "that one makes: order them as the data flows, or leave one out"
+                f"{_named(dag, number)} comes before {_named(dag, other)} here, but needs "
+                "the result of the other: order them as the data flows, or leave one out"
             )
     _refuse_alone(dag, groups, place, in_flow, needs)
 
@@ -68,7 +68,7 @@ def _refuse_alone(
             raise DirectiveError(
                 f"{_named(dag, groups[i][0])} shares no device with what is ordered beside it, and "
                 "no data flows between them: devices do not wait for one another without data, so "
-                "nothing would keep this order; leave it out, or place them on one device"
+                "nothing would enforce this order; leave it out, or place them on one device"
             )
 
 

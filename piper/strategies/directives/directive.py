@@ -135,8 +135,8 @@ def whole_chunks(dag: Dag, where: Filter, what: str) -> list[int]:
     for term in where.terms:
         if term.name in (PASS, batch):
             raise DirectiveError(
-                f"{what} is of a whole region, so the filter {where} cannot ask for {term.name!r}: "
-                "leave it out"
+                f"{what} applies to whole regions, so the filter {where} cannot name "
+                f"{term.name!r}: leave it out"
             )
     return select(dag, where)
 

@@ -185,8 +185,8 @@ def _refuse_ordered(dag: Dag, wanted: set[int]) -> None:
     for number in sorted(wanted):
         if dag.nodes[number].ordered_by:
             raise DirectiveError(
-                f"{name_of(dag, number)} is ordered already as a whole and cannot be split into "
-                "BI and BW now: order its halves in the first order that speaks of it"
+                f"{name_of(dag, number)} is already ordered as a whole, so it cannot be split "
+                "into BI and BW: order its halves in the first order that names it"
             )
 
 

@@ -37,7 +37,7 @@ class Partition(Directive):
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         if self.into in dag.tag_values:
-            raise DirectiveError(f"the tag {self.into!r} exists already; choose another name")
+            raise DirectiveError(f"the tag {self.into!r} already exists; choose another name")
         regions = sorted({c.tags[self.tag] for c in dag.model.chunks if self.tag in c.tags})
         if not regions and self.parts == 1 and isinstance(self.by, str):
             return self._tagged(dag, [0] * len(dag.model.chunks), me)

@@ -62,7 +62,7 @@ class Place(Directive):
             node = dag.nodes[number]
             if node.devices:
                 raise DirectiveError(
-                    f"{name_of(dag, number)} is placed already, on {list(node.devices)} by "
+                    f"{name_of(dag, number)} is already placed, on {list(node.devices)} by "
                     f"{dag.history[node.sends.made_by]}: make the two filters disjoint"
                 )
             changed[number] = structs.replace(

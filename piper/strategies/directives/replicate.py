@@ -51,8 +51,8 @@ class Replicate(Directive):
             positive("within", self.within)
             if self.zero == 0:
                 raise DirectiveError(
-                    f"within={self.within} says over how many devices state is sharded, but zero=0 "
-                    "shards nothing: use zero=1, 2 or 3"
+                    f"within={self.within} is the number of devices that shard a copy of the "
+                    "state, but zero=0 shards nothing: use zero=1, 2 or 3"
                 )
         check_stream("reduce_stream", self.reduce_stream)
         check_stream("gather_stream", self.gather_stream)
@@ -71,8 +71,8 @@ class Replicate(Directive):
         for chunk in chunks:
             if chunk in dag.state:
                 raise DirectiveError(
-                    f"the state of {region_of(dag, chunk)} is ruled already, by "
-                    f"{dag.history[dag.state[chunk].made_by]}: make the two filters disjoint, for "
+                    f"the state of {region_of(dag, chunk)} already has a rule: "
+                    f"{dag.history[dag.state[chunk].made_by]}; make the two filters disjoint, for "
                     "instance with {'EP': '-'}"
                 )
         state = {**dag.state, **dict.fromkeys(chunks, rule)}

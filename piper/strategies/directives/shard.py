@@ -63,7 +63,7 @@ class Shard(Directive):
         check_patterns(self.parameters)
         if self.axis is None and (self.parameters is not None or self.sequence):
             raise DirectiveError(
-                "parameters= and sequence= are of tensor parallelism: name the axis of the "
+                "parameters= and sequence= are for tensor parallelism: name the axis of the "
                 "mesh along which the parameters are sharded, axis="
             )
         if not isinstance(self.dim, int) or self.dim < 0:
@@ -139,7 +139,7 @@ class Shard(Directive):
                 )
             if earlier.made_by != me:
                 raise DirectiveError(
-                    f"{name_of(dag, number)} is sharded already, {earlier.ways} ways by "
+                    f"{name_of(dag, number)} is already sharded, {earlier.ways} ways by "
                     f"{dag.history[earlier.made_by]}"
                 )
             if chunk.random and ways > 1:
@@ -254,8 +254,8 @@ class Shard(Directive):
             if len(facts.shape) < 2 or facts.shape[0] != experts:
                 raise DirectiveError(
                     f"{name} mixes experts: its input or output {facts.name} has shape "
-                    f"{list(facts.shape)} and is not expert-major ([{experts}, rows, ...]); do the "
-                    "dispatch and the combination outside the region"
+                    f"{list(facts.shape)} and is not expert-major ([{experts}, rows, ...]); move "
+                    "dispatch and combine outside the region"
                 )
 
 

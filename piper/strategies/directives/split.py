@@ -33,11 +33,11 @@ class Split(Directive):
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         if dag.microbatches is not None:
-            raise DirectiveError(f"the batch is split already, into {dag.microbatches[0]!r}")
+            raise DirectiveError(f"the batch is already split, into {dag.microbatches[0]!r}")
         if self.into in dag.tag_values:
-            raise DirectiveError(f"the tag {self.into!r} exists already; choose another name")
+            raise DirectiveError(f"the tag {self.into!r} already exists; choose another name")
         if any(node.after for node in dag.nodes):
-            raise DirectiveError("the nodes are ordered already: split before order")
+            raise DirectiveError("the nodes are already ordered: split before order")
         if len(select(dag, Filter.of(self.where))) < len(dag.nodes):
             raise DirectiveError(
                 "a part of the model cannot be split alone: all of it sees the same microbatches; "

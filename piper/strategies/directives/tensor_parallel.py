@@ -58,7 +58,7 @@ def tensor_rules(
         rules[chunk] = with_rule(dag, name, rules.get(chunk, ()), rule)
         if chunk in dag.shards:
             raise DirectiveError(
-                f"{name} is sharded already by {dag.history[dag.shards[chunk].made_by]}: leave "
+                f"{name} is already sharded by {dag.history[dag.shards[chunk].made_by]}: leave "
                 "the experts' region out of the filter"
             )
     chosen.refuse_unused()
@@ -106,7 +106,7 @@ def with_rule(
             earlier.axis == rule.axis or (earlier.parameters and rule.parameters)
         ):
             raise DirectiveError(
-                f"{name} is sharded already by {dag.history[earlier.made_by]}: its parameters are "
+                f"{name} is already sharded by {dag.history[earlier.made_by]}: its parameters are "
                 "sharded along one axis"
             )
     return (*rules, rule)
@@ -224,7 +224,7 @@ def _style(pattern: str, how: object) -> int | Style | None:
     if isinstance(how, str) and how in _OTHERS:
         return None
     raise DirectiveError(
-        f"parameters: {pattern!r} is to be sharded {how!r}: give the number of a dimension, "
+        f"parameters: {pattern!r} maps to {how!r}: give the number of a dimension, "
         "'column', 'row', 'replicate' or, for the plan that the model declares, 'model'"
     )
 
