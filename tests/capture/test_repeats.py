@@ -158,6 +158,21 @@ class Scales(Block):
         return super().forward(x) * scale
 
 
+class Passes(Model):
+    """Its blocks return a tensor that they are given, as T5 does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = bias = self.first(x)
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return x
+
+
+class Biased(Block):
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x) + bias, bias
+
+
 def captures(model: nn.Module, **options: object) -> tuple[Captured, Captured]:
     """``model`` captured with equal modules traced once, and one by one."""
     x = torch.randn(4, 8)
@@ -186,6 +201,7 @@ def assert_same(one: Captured, two: Captured) -> None:
     [
         (Model, Block, LAYERS - 2),
         (Alternating, Block, 6),
+        (Passes, Biased, LAYERS - 3),
         (Frozen, Block, 2),
         (Model, ReadsNumber, 0),
         (Model, Configured, 0),

@@ -55,6 +55,13 @@ _MOST_SHOWN = 2
 
 
 @dataclass(frozen=True, slots=True)
+class _Given:
+    """A result that is one of the tensors given."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class CallVariant:
     """One way in which the modules of a group are called."""
 
@@ -62,7 +69,7 @@ class CallVariant:
     signature: Any
     state: State
     results: tuple[Any, ...]
-    """The results, flat; the spec of each tensor."""
+    """The results, flat; the spec of each new tensor."""
     form: pytree.TreeSpec
     regions: tuple[Region, ...]
     """The regions that its first member entered."""
@@ -245,7 +252,7 @@ class Repeats:
         result, entry = self._tried(call)
         regions = tuple(self._recorder.entered)[before:]
         known = self._known(call, known, _made(call, given, state, result, regions, entry))
-        self.trials.append(Trial(len(self.calls), marked, tensors_of(result)))
+        self.trials.append(Trial(len(self.calls), marked, _new(tensors_of(result), call)))
         return known, dict(zip(known.regions, regions, strict=True))
 
     def _one_by_one(self, call: _Call, reason: str) -> NoReturn:
@@ -277,7 +284,12 @@ class Repeats:
         if any(x.requires_grad != grad for x in made):
             raise NotEqual(f"{call.path} returns other tensors than an operation")
         results = iter(made)
-        leaves = [next(results) if isinstance(x, TensorSpec) else x for x in known.results]
+        leaves = [
+            next(results) if isinstance(x, TensorSpec)
+            else tensors[x.position] if isinstance(x, _Given)
+            else x
+            for x in known.results
+        ]  # fmt: skip
         return known.form.unflatten(leaves)
 
     def _tried(self, call: _Call) -> tuple[Any, str | None]:
@@ -309,7 +321,7 @@ class Repeats:
             "they read the number in which they differ": bool(self._reads),
             "they change more than their results": not kept or not before.same(after),
             "their results are more than new tensors": not plain_results(
-                pytree.tree_leaves(result), tensors, state
+                _new(pytree.tree_leaves(result), call), tensors, state
             ),
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
@@ -317,6 +329,12 @@ class Repeats:
             self._one_by_one(call, reason)
         written = [w for x in caches.values() if (w := written_in(x)) is not None]
         return result, next((name for _, _, name in written), None)
+
+
+def _new(results: list[Any], call: _Call) -> list[Any]:
+    """``results`` without those that are tensors of the arguments."""
+    given = {id(x) for x in tensors_of(call.arguments)}
+    return [x for x in results if id(x) not in given]
 
 
 def _made(
@@ -329,7 +347,10 @@ def _made(
 ) -> CallVariant:
     """The variant of a call that was traced."""
     leaves, form = pytree.tree_flatten(result)
-    specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
+    positions = {id(x): _Given(i) for i, x in enumerate(tensors_of(call.arguments))}
+    specs = tuple(
+        positions.get(id(x), TensorSpec.of(x)) if isinstance(x, Tensor) else x for x in leaves
+    )
     return CallVariant(call.group, given, state, specs, form, entered, call.path, entry)
 
 
