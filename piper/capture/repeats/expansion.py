@@ -21,8 +21,9 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
 from piper.capture.regions import Region, tags_of, with_tags
+from piper.capture.repeats.call_ops import MARK, LeafCall
 from piper.capture.repeats.equal_modules import NotEqual
-from piper.capture.repeats.leaf_calls import MARK, LeafCall, Repeats
+from piper.capture.repeats.leaf_calls import Repeats
 
 _NOT_PLAIN = re.compile(r"[^a-zA-Z0-9]")
 _SUFFIX = re.compile(r"_\d+$")

@@ -14,9 +14,8 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,16 @@ from torch.utils import _pytree as pytree
 from piper.capture.intercept.hf_cache import is_cache
 from piper.capture.regions import Region, RegionRecorder
 from piper.capture.repeats.caches import StandIn, close, written_in
+from piper.capture.repeats.call_ops import (
+    MARK,
+    Attempt,
+    CallVariant,
+    LeafCall,
+    PassedThrough,
+    Trial,
+)
 from piper.capture.repeats.equal_modules import (
     Again,
-    Found,
     NotEqual,
     Siblings,
     State,
@@ -46,57 +52,8 @@ from piper.capture.repeats.signatures import (
 from piper.capture.repeats.trial_checks import Outside, Watch
 from piper.ir.tensors import TensorSpec
 
-_T = TypeVar("_T")
-MARK = "piper.trial"
-"""The metadata key of the operations of a trial; its value is the trial's number."""
-_NAMESPACE = "piper_repeats"
 _MOST_SHOWN = 2
 """If more modules of a group are called otherwise than their equals, all of them may be."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A result that is one of the tensors given."""
-
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class CallVariant:
-    """One way in which the modules of a group are called."""
-
-    group: Siblings
-    signature: Any
-    state: State
-    results: tuple[Any, ...]
-    """The results, flat; the spec of each new tensor."""
-    form: pytree.TreeSpec
-    regions: tuple[Region, ...]
-    """The regions that its first member entered."""
-    first: str
-    entry: str | None
-    """The attribute that numbers the module's entry in the key-value cache, if it writes one."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeafCall:
-    """A call of a module that is one operation."""
-
-    path: str
-    variant: CallVariant
-    regions: Mapping[Region, Region]
-    """The regions that it enters, by those that the first member entered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A call whose operations are in the graph."""
-
-    call: int
-    given: Tensor
-    """The result of an operation that names its inputs: an ``x.to(x.dtype)`` in the forward takes
-    the name of ``x`` for all that follows."""
-    results: list[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +243,7 @@ class Repeats:
         results = iter(made)
         leaves = [
             next(results) if isinstance(x, TensorSpec)
-            else tensors[x.position] if isinstance(x, _Given)
+            else tensors[x.position] if isinstance(x, PassedThrough)
             else x
             for x in known.results
         ]  # fmt: skip
@@ -347,56 +304,11 @@ def _made(
 ) -> CallVariant:
     """The variant of a call that was traced."""
     leaves, form = pytree.tree_flatten(result)
-    positions = {id(x): _Given(i) for i, x in enumerate(tensors_of(call.arguments))}
+    positions = {id(x): PassedThrough(i) for i, x in enumerate(tensors_of(call.arguments))}
     specs = tuple(
         positions.get(id(x), TensorSpec.of(x)) if isinstance(x, Tensor) else x for x in leaves
     )
     return CallVariant(call.group, given, state, specs, form, entered, call.path, entry)
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A trace with calls of equal modules as operations."""
-
-    found: Found
-    variants: list[CallVariant] = field(default_factory=list)
-
-
-_attempt: ContextVar[Attempt] = ContextVar("piper_attempt")
-_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
-# torch caches operations, also removed ones: so these are defined once for all traces
-_LIBRARY.define("call(Tensor[] inputs, int variant, int call) -> Tensor[]")
-_LIBRARY.define("given(Tensor[] inputs, int call) -> Tensor")
-
-
-def _fakes(inputs: list[Tensor], variant: int, call: int) -> list[Tensor]:
-    results = _attempt.get().variants[variant].results
-    return [x.empty(inputs[0].device) for x in results if isinstance(x, TensorSpec)]
-
-
-torch.library.register_fake(f"{_NAMESPACE}::call", _fakes, lib=_LIBRARY)
-torch.library.register_fake(
-    f"{_NAMESPACE}::given", lambda inputs, call: inputs[0].new_empty(()), lib=_LIBRARY
-)
-
-
-def once_if_equal(trace: Callable[[Attempt | None], _T], repeats: bool) -> tuple[_T, str]:
-    """The result of ``trace`` with calls of equal modules as operations, or, if the modules cannot
-    be proven equal, without, and the reason. An attempt that has found how to trace them is
-    repeated."""
-    unequal, found = "", Found()
-    while repeats and not unequal:
-        attempt = Attempt(found)
-        token = _attempt.set(attempt)
-        try:
-            return trace(attempt), unequal
-        except Again:
-            continue
-        except NotEqual as error:
-            unequal = str(error)
-        finally:
-            _attempt.reset(token)
-    return trace(None), unequal
 
 
 @contextmanager

@@ -52,15 +52,10 @@ from piper.capture.regions import (
     tag_modules,
     tags_of,
 )
+from piper.capture.repeats.call_ops import Attempt, once_if_equal
 from piper.capture.repeats.equal_modules import NotEqual
 from piper.capture.repeats.expansion import Expanded, expanded
-from piper.capture.repeats.leaf_calls import (
-    Attempt,
-    Repeats,
-    calls_as_operations,
-    once_if_equal,
-    tracing_of,
-)
+from piper.capture.repeats.leaf_calls import Repeats, calls_as_operations, tracing_of
 from piper.capture.trace import opaque
 from piper.capture.trace.computation import Computation, computation_of
 from piper.capture.trace.dtypes import refuse_dtypes
