@@ -168,7 +168,9 @@ class Dag:
         """The nodes that must finish before node ``number`` starts."""
         node = self.nodes[number]
         producers = self.producers
-        return [*(producers[v] for v in node.reads if v in producers), *node.after]
+        before = [producers[v] for v in node.reads if v in producers]
+        before += node.after
+        return before
 
     @cached_property
     def tag_values(self) -> Mapping[str, frozenset[Tag]]:

@@ -148,7 +148,7 @@ class ValueTable:
         """The numbers of the values that a pass reads and writes."""
         first = microbatch * self.size
         reads, writes = self._wired[chunk, which, policy]
-        return tuple(first + v for v in reads), tuple(first + v for v in writes)
+        return tuple([first + v for v in reads]), tuple([first + v for v in writes])
 
     def _wire(
         self, chunk: ChunkFacts, which: Pass, policy: RematPolicy

@@ -7,7 +7,7 @@ names and the responsible directive.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, group_text, name_of
@@ -48,10 +48,12 @@ def refuse_scattered(dag: Dag) -> None:
 
 def _cycle(dag: Dag) -> list[int]:
     """The nodes of a cycle in order; empty if there is none."""
-    waiting = {i: len(dag.predecessors(i)) for i in range(len(dag.nodes))}
-    followers: defaultdict[int, list[int]] = defaultdict(list)
+    waiting: dict[int, int] = {}
+    followers: list[list[int]] = [[] for _ in dag.nodes]
     for i in range(len(dag.nodes)):
-        for before in dag.predecessors(i):
+        befores = dag.predecessors(i)
+        waiting[i] = len(befores)
+        for before in befores:
             followers[before].append(i)
     ready = [i for i, count in waiting.items() if count == 0]
     while ready:

@@ -79,6 +79,7 @@ class _Forms:
         self._groups: EqualNumbers[Group] = EqualNumbers()
         self._received: dict[tuple[int, int, int], int] = {}
         """By value, number of the group, and number of replicas in it."""
+        self._joined: dict[tuple[int, int], Group] = {}
         self._dispatched: dict[int, int] = {}
         self._undivided: dict[tuple[int, int], int] = {}
         """By value and chunk, the experts' result before the combine."""
@@ -237,11 +238,18 @@ class _Forms:
             Transfer(made.devices, read.devices, dim, (made.replicas, read.replicas), counts),
             self.out.value(Extra(Content.VALUE, value, None, read.parts, rows, summed)),
             tags=made.tags,
-            devices=tuple(dict.fromkeys((*made.devices, *read.devices))),
+            devices=self._both(made.devices, read.devices),
             stream=made.sends.stream,
             reads=(value,),
             made_by=made.sends.made_by,
         )
+
+    def _both(self, source: Group, target: Group) -> Group:
+        """The devices of two groups: one object for all transfers between them."""
+        key = self._groups.of(source), self._groups.of(target)
+        if key not in self._joined:
+            self._joined[key] = tuple(dict.fromkeys((*source, *target)))
+        return self._joined[key]
 
     def _rows_of(self, value: int, maker: int, reader: int) -> int:
         """The batch dimension of a value that two groups shard into different numbers of parts."""

@@ -48,7 +48,7 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
     ready: list[tuple[float, tuple[int, float, float], int]] = []
 
     def push(number: int, earliest: float) -> None:
-        possible = max(earliest, *(free[r] for r in needs[number]))
+        possible = max(earliest, *[free[r] for r in needs[number]])
         rank = urgency[number]
         if in_turn[number]:
             rank = (*_LATE, earliest)  # first come, first served: it holds its gradients longest
@@ -67,7 +67,7 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
     left = list(waiting)
     while ready:
         possible, _, number = heapq.heappop(ready)
-        now = max(earliest[number], *(free[r] for r in needs[number]))
+        now = max(earliest[number], *[free[r] for r in needs[number]])
         if now > possible:
             push(number, earliest[number])
             continue
@@ -76,10 +76,12 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
             free[resource] = end[number]
         issue.note(number, now, end[number], known[number], needs[number], followers[number])
         order.append(number)
+        now = end[number]
         for following in followers[number]:
-            earliest[following] = max(earliest[following], end[number])
-            if counts[following] != number:
-                known[following] = max(known[following], end[number])
+            if earliest[following] < now:
+                earliest[following] = now
+            if known[following] < now and counts[following] != number:
+                known[following] = now
             left[following] -= 1
             if left[following] == 0:
                 push(following, earliest[following])
@@ -189,7 +191,7 @@ def _urgency(
                 order.append(following)
     tail = [0.0] * len(dag.nodes)
     for number in reversed(order):
-        after = max((tail[f] for f in followers[number]), default=0.0)
+        after = max([tail[f] for f in followers[number]], default=0.0)
         tail[number] = after + lengths[number]
     urgency: list[tuple[int, float, float]] = []
     for number, node in enumerate(dag.nodes):

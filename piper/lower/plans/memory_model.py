@@ -42,6 +42,8 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
     def end_of(pc: int) -> float:
         return ends.get(pc, math.inf)
 
+    kinds = [slot.holder for slot in slots]
+    own = [slot.own for slot in slots]
     holders: dict[int, int] = {}
     """By slot, the communication in progress that holds it and ends last."""
     released: defaultdict[int, list[int]] = defaultdict(list)
@@ -54,11 +56,11 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
                 most = max(most, book.look(pc, ended.at_end))
             book.add(MemoryKind.COMMUNICATION, -ended.beside)
             for slot in released.pop(other, ()):
-                book.add(slots[slot].holder, -slots[slot].own)
+                book.add(kinds[slot], -own[slot])
         for slot in (*x.allocates, *x.writes):
             if slot not in live:
                 live.add(slot)
-                book.add(slots[slot].holder, slots[slot].own)
+                book.add(kinds[slot], own[slot])
         if x.verb in BESIDE:
             book.add(MemoryKind.COMMUNICATION, x.beside)
             for slot in x.holds:
@@ -70,7 +72,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
             if holder is not None and end_of(holder) > pc:
                 released[holder].append(slot)
             else:
-                book.add(slots[slot].holder, -slots[slot].own)
+                book.add(kinds[slot], -own[slot])
         over_time.append((most, book.total))
     at_peak = {holder: book.at_peak.get(holder, 0) for holder in MemoryKind}
     return Memory(plan.devices, parameters, kept, book.peak, book.at, at_peak, tuple(over_time))

@@ -78,9 +78,11 @@ class Order(Directive):
             if not after[number]:
                 changed[number] = structs.replace(node, ordered_by=me)
                 continue
-            old = dict(zip(node.after, node.after_by, strict=True))
-            edges = sorted({**dict.fromkeys(after[number], me), **old}.items())
-            befores, by = zip(*edges, strict=True)
+            befores, by = tuple(sorted(after[number])), (me,) * len(after[number])
+            if node.after:
+                old = dict(zip(node.after, node.after_by, strict=True))
+                edges = sorted({**dict.fromkeys(befores, me), **old}.items())
+                befores, by = zip(*edges, strict=True)
             changed[number] = structs.replace(
                 node, after=befores, after_by=by, made_by=node.changed_by(me), ordered_by=me
             )
@@ -168,17 +170,18 @@ def _divide(dag: Dag, filters: Sequence[Filter], me: int) -> Dag:
         return dag
     _refuse_ordered(dag, wanted)
     nodes: list[Node] = []
-    moved: dict[int, int] = {}
-    for number, node in enumerate(dag.nodes):
-        moved[number] = len(nodes)
-        nodes.extend(_halves(dag, node, me) if number in wanted else [node])
-    return replace(
-        dag,
-        nodes=tuple(
-            structs.replace(node, after=tuple(moved[b] for b in node.after)) if node.after else node
-            for node in nodes
-        ),
-    )
+    lengths = [1] * len(dag.nodes)
+    done = 0
+    for number in sorted(wanted):
+        parts = _halves(dag, dag.nodes[number], me)
+        nodes += (*dag.nodes[done:number], *parts)
+        lengths[number], done = len(parts), number + 1
+    nodes += dag.nodes[done:]
+    moved = [0, *itertools.accumulate(lengths)]
+    for place, node in enumerate(nodes):
+        if node.after:
+            nodes[place] = structs.replace(node, after=tuple([moved[b] for b in node.after]))
+    return replace(dag, nodes=tuple(nodes))
 
 
 def _refuse_ordered(dag: Dag, wanted: set[int]) -> None:

@@ -63,8 +63,8 @@ class Split(Directive):
             node,
             op=Compute(op.chunk, op.which, microbatch),
             tags={**node.tags, self.into: microbatch},
-            reads=tuple(first + value for value in node.reads),
-            writes=tuple(first + value for value in node.writes),
+            reads=tuple([first + value for value in node.reads]),
+            writes=tuple([first + value for value in node.writes]),
             made_by=me,
         )
 
