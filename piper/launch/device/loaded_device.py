@@ -25,6 +25,7 @@ from piper.runtime.streams.recording import recorder_for
 from piper.runtime.streams.stream_jitter import StreamJitter
 from piper.runtime.streams.streams import streams_for
 from piper.state.device.device_state import DeviceState
+from piper.state.device.gradient_size import GradientSums
 from piper.state.device.snapshot import Snapshot
 from piper.state.device_program import DeviceProgram
 
@@ -115,7 +116,18 @@ class LoadedDevice:
     def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
         """One step of training, measured."""
         self.finish_copies()
+        if what is ProfileKind.GRADIENTS:
+            return self._summed(given)
         return self._weighed(given) if what is ProfileKind.MEMORY else self._timed(given)
+
+    def _summed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
+        sums: dict[str, GradientSums] = {}
+        self.state.gradient_sums = sums
+        try:
+            report = yield from self.step(given)
+        finally:
+            self.state.gradient_sums = None
+        return replace(report, gradients={self.number: sums})
 
     def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         recorder = recorder_for(self.number, self.state.where)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from piper.base.tracking import Alive
 from piper.runtime.streams.kernels import Kernel
 from piper.runtime.streams.recording import Measured
+from piper.state.device.gradient_size import GradientSums
 
 
 class ProfileKind(Enum):
@@ -23,6 +24,7 @@ class ProfileKind(Enum):
     KERNELS = "kernels"
     """The time, and the kernels of each instruction."""
     MEMORY = "memory"
+    GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Report:
     """By device, the kernels of its instructions, if requested; on the same clock."""
     alive: Mapping[int, Alive] = field(default_factory=dict)
     """By device, the memory of its tensors, if requested."""
+    gradients: Mapping[int, Mapping[str, GradientSums]] = field(default_factory=dict)
+    """By device and parameter, the sums of the gradients, if requested."""
 
     def scalars(self) -> tuple[Tensor | None, Tensor | None]:
         """``total`` and ``norm``. The current stream waits for them, and for ``load`` and
@@ -97,6 +101,7 @@ class Report:
             measured={d: row for report in reports for d, row in report.measured.items()},
             kernels={d: row for report in reports for d, row in report.kernels.items()},
             alive={d: one for report in reports for d, one in report.alive.items()},
+            gradients={d: one for report in reports for d, one in report.gradients.items()},
         )
 
 

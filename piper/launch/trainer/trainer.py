@@ -24,7 +24,7 @@ from piper.capture.code.executables import Executables
 from piper.capture.code.totals import Totals, summed
 from piper.launch import running
 from piper.launch.device.device import WorkerDevice
-from piper.launch.device.report import ProfileKind
+from piper.launch.device.report import ProfileKind, Report
 from piper.launch.device.worker_group import WorkerGroup, everyone
 from piper.launch.evaluation.held_out import HeldOut
 from piper.launch.evaluation.pieces import EvaluationSums, RowPiece, RowPieces
@@ -53,6 +53,7 @@ from piper.launch.trainer.fit_summary import FitSummary
 from piper.launch.trainer.loop import Loop, Rounds
 from piper.launch.trainer.notices import Notice, Notices
 from piper.launch.trainer.step_result import StepResult
+from piper.launch.watch.gradient_statistics import GradientStatistics, statistics_of
 from piper.launch.watch.interrupts import held_back
 from piper.launch.watch.step_profile import Profile
 from piper.program.program import Program
@@ -229,15 +230,11 @@ class Trainer:
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise PiperError(f"steps={steps!r} must be a whole number, at least 1")
-        with self._undisturbed():
-            tensors = self._inputs(batch or self.example)
+        given = batch or self.example
         measured = []
         for step in range(steps):
             last = kernels and step == steps - 1
-            with self._undisturbed():
-                what = ProfileKind.KERNELS if last else ProfileKind.TIME
-                report = running.profile(self._whole, self.program, tensors, what)
-                self.steps += 1
+            report = self._observed(given, ProfileKind.KERNELS if last else ProfileKind.TIME)
             measured.append(report.measured)
         return Profile(self.program, tuple(measured), report.kernels)
 
@@ -258,11 +255,20 @@ class Trainer:
         Compare them with ``program.memory``, the prediction. The first step creates the optimizer
         state: measure a later one.
         """
+        return dict(sorted(self._observed(batch, ProfileKind.MEMORY).alive.items()))
+
+    def gradients(self, *batch: Any) -> Mapping[str, GradientStatistics]:
+        """Train on one global batch, and return the norm, the largest element and the share of
+        zeros of the gradients of each region, before clipping."""
+        report = self._observed(batch, ProfileKind.GRADIENTS)
+        return statistics_of(self.program, report.gradients)
+
+    def _observed(self, batch: Sequence[Any], what: ProfileKind) -> Report:
+        """The report of a step on ``batch`` with ``what`` in it."""
         with self._undisturbed():
-            tensors = self._inputs(batch)
-            report = running.profile(self._whole, self.program, tensors, ProfileKind.MEMORY)
+            report = running.profile(self._whole, self.program, self._inputs(batch), what)
             self.steps += 1
-        return dict(sorted(report.alive.items()))
+        return report
 
     @with_options(FitOptions)
     def fit(self, batches: BatchSource, **options: Any) -> FitSummary:

@@ -132,11 +132,12 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
     waits, may_skip = state.training.waits_for_norm, state.training.on_nan is not None
     (target,) = x.writes
 
-    def scale(gradients: list[Tensor]) -> None:
+    def scale(held: HeldBucket, gradients: list[Tensor]) -> None:
         if counted:
             count = context.scalars.sums[Content.LOSS, 0][1]
             for gradient in gradients:
                 gradient.div_(count.to(gradient.dtype))
+        state.note_gradients(held, gradients)
         if clip is not None:
             coefficient = _clip(context, clip, counted)
             for gradient in gradients:
@@ -152,8 +153,8 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
             slots[target] = squares(counted_once(own, collect_own() if known is None else known))
         else:
             slots[target] = torch.zeros((), dtype=torch.float64, device=context.where)
-        for _, gradients in rows:
-            scale(gradients)
+        for held, gradients in rows:
+            scale(held, gradients)
         if rows:
             state.update(rows)
 

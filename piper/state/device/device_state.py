@@ -14,6 +14,7 @@ from piper.base.errors import PiperError
 from piper.ir.rules import Bucket
 from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.device.bucket_layout import BucketLayout, Fragment
+from piper.state.device.gradient_size import GradientSums
 from piper.state.device.snapshot import Snapshot
 from piper.state.device_program import DeviceProgram, buffers_of
 from piper.state.optimizer.ema import swap_averages
@@ -73,6 +74,8 @@ class DeviceState:
         self.steps = 0
         self.changing = False
         """Whether a step has begun to change the state and has not ended."""
+        self.gradient_sums: dict[str, GradientSums] | None = None
+        """By parameter, the sums of its gradient in this step, if they are requested."""
         self.snapshot: Snapshot | None = None
         """The snapshot of a background save that is not fully copied yet."""
         self.held: dict[int, HeldBucket] = {}
@@ -121,6 +124,16 @@ class DeviceState:
                     parameter.grad = None
         for held, _ in rows:
             held.publish()
+
+    def note_gradients(self, held: HeldBucket, gradients: Sequence[Tensor]) -> None:
+        """Keep the sums of a bucket's gradients, if they are requested. Replicas have equal
+        gradients, so each keeps those of a share of the parameters."""
+        if self.gradient_sums is None:
+            return
+        pairs = list(zip(held.layout.fragments, gradients, strict=True))
+        for fragment, gradient in pairs[held.layout.copy :: held.layout.bucket.copies]:
+            if gradient.numel():
+                self.gradient_sums[fragment.name] = GradientSums.of(gradient)
 
     def swap_averages(self) -> None:
         """Exchange the trained weights and their averages."""
