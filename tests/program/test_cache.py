@@ -256,6 +256,33 @@ def test_a_user_module_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     del sys.modules["the_users_module"]
 
 
+def test_values_of_transformers_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registries are extended and functions replaced where the model is not the user's."""
+    transformers = pytest.importorskip("transformers")
+    modeling = sys.modules[transformers.LlamaForCausalLM.__module__]
+    shape = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**shape, num_attention_heads=2)
+        )
+    keys = [key_of(model)]
+    for change in (
+        lambda: monkeypatch.setitem(
+            modeling.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", halved
+        ),
+        lambda: monkeypatch.setattr(modeling, "apply_rotary_pos_emb", halved),
+        lambda: monkeypatch.setattr(modeling, "create_causal_mask", modeling.rotate_half),
+        lambda: monkeypatch.setattr(modeling, "A_NUMBER", 1, raising=False),
+        lambda: monkeypatch.setattr(modeling.LlamaMLP, "forward", halved),
+        lambda: monkeypatch.setattr(model.config, "_attn_implementation_internal", "eager"),
+        lambda: monkeypatch.setattr(model.config, "rms_norm_eps", 1e-3),
+    ):
+        change()
+        keys.append(key_of(model))
+    assert {key.unseen for key in keys} == {None}
+    assert len({key.text for key in keys}) == len(keys)
+
+
 def test_a_key_is_the_same_after_all_these_changes() -> None:
     assert key_of(*job()) == usual()
 

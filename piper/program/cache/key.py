@@ -116,11 +116,13 @@ def _environment(texts: Sequence[bytes]) -> list[tuple[str, str]]:
     ]
 
 
-def _settings() -> Iterator[str]:
+def _settings() -> Iterator[tuple[str, str, object]]:
     """Torch's settings that are not the default ones."""
     for name, module in loaded_modules():
-        if isinstance(module, ConfigModule):
-            yield f"{name}: {module.codegen_config()}"
+        for key in module._config if isinstance(module, ConfigModule) else ():
+            value = None if module._is_default(key) else getattr(module, key)
+            if value is not None and value != module._config[key].default:
+                yield name, key, value
 
 
 def _mode() -> str | None:

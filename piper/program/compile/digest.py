@@ -40,7 +40,7 @@ from types import (
     UnionType,
     WrapperDescriptorType,
 )
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -49,6 +49,9 @@ from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from piper.program.cache.installed import is_installed, is_of_installed
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _PLAIN = frozenset((
     bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range,
@@ -117,7 +120,7 @@ class _Walk:
     count by their class."""
 
     def __init__(self) -> None:
-        self._text = hashlib.blake2b(digest_size=16)
+        self._said: list[str] = []
         self._found: list[tuple[object, int | None]] = []  # keeps the objects, and so their ids
         self._numbers: dict[tuple[int, bool], int] = {}
         self._storages: dict[int, int] = {}
@@ -134,10 +137,11 @@ class _Walk:
                     self._look_at(item, None if depth is None else depth - 1)
                 except Exception as error:  # noqa: BLE001 - of the user's own attributes
                     self._miss(f"{type(item).__qualname__} cannot be read: {error!r}", depth)
-        return Digest(self._text.hexdigest(), self._unseen, frozenset(self._modules))
+        text = "\0".join(self._said).encode(errors="replace")
+        return Digest(_hashed(text), self._unseen, frozenset(self._modules))
 
     def say(self, text: str) -> None:
-        self._text.update(text.encode(errors="replace") + b"\0")
+        self._said.append(text)
 
     def refer(self, item: object, depth: int | None = None) -> None:
         kind = type(item)
@@ -192,7 +196,7 @@ class _Walk:
             self.say(item.name)
         elif issubclass(kind, np.ndarray) and not item.dtype.hasobject:
             self.say(f"{item.dtype} {item.shape} {item.strides}")
-            self._text.update(np.ascontiguousarray(item).tobytes())
+            self.say(_hashed(np.ascontiguousarray(item).tobytes()))
         elif issubclass(kind, ModuleType):
             self.say(item.__name__)
             self._miss(f"the module {item.__name__}, which an object refers to", depth)
@@ -212,7 +216,7 @@ class _Walk:
             if type(item) is Tensor:  # code may hold it as a constant
                 content = item.detach().cpu().contiguous().reshape(-1)
                 plain = content.resolve_conj().resolve_neg().view(torch.uint8)
-                self._text.update(plain.numpy().data)
+                self.say(_hashed(plain.numpy().data))
         elif not item.is_meta and not isinstance(item, nn.Parameter):
             self._miss(f"a tensor of the class {type(item).__qualname__}", depth)
 
@@ -348,6 +352,10 @@ class _Read:
                 elif step.opname == "IMPORT_NAME":
                     modules.add(step.argval)
         return _Read(frozenset(values), frozenset(modules), frozenset(names))
+
+
+def _hashed(content: Buffer) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _texts(constants: Iterable[object]) -> Iterable[str]:
