@@ -528,11 +528,11 @@ def test_the_header_has_the_peak_of_the_rows_and_only_exceeded_limits_are_red(
 ) -> None:
     run = replace(small(), facts={"peak memory": "1.9 MiB (too much)", "MFU": "3%"})
     with opening(timeline_page(run)) as seen:
-        assert "Peak memory\n2.00 MiB\n" in seen.text("#facts")
+        assert "Peak memory\n2.00 MiB (device 0)\n" in seen.text("#facts")
         assert not reddened(seen)
     tight = tuple(replace(d, limit=2**20) for d in run.devices)
     with opening(timeline_page(replace(run, devices=tight))) as seen:
-        assert "Peak memory\n2.00 MiB (over the limit)" in seen.text("#facts")
+        assert "Peak memory\n2.00 MiB (device 0, over the limit)" in seen.text("#facts")
         assert reddened(seen)
 
 

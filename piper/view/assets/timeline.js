@@ -478,7 +478,9 @@ function start() {
     byId('comparison').hidden = false;
     byId('comparison').replaceChildren(...comparisonOf(runs));
   } else {
-    byId('facts').append(...factsOf(runs[0]).map(([name, figure]) => el('div', {}, el('dt', {}, name), el('dd', {}, figure))));
+    const note = (name) => (name === 'peak memory' && peakNote(runs[0]) ? ` (${peakNote(runs[0])})` : '');
+    byId('facts').append(...factsOf(runs[0]).map(([name, figure]) =>
+      el('div', {}, el('dt', {}, name), el('dd', {}, figure + note(name)))));
   }
   const devices = runs.reduce((sum, run) => sum + run.devices.length, 0);
   const events = runs.reduce((sum, run) => sum + run.size, 0);

@@ -181,9 +181,19 @@ function changeOf(first, second) {
 /** The figures of a run. The peak is computed here, like those beside the devices. */
 function factsOf(run) {
   const facts = new Map([['step', duration(run.seconds)], ...run.facts]);
-  const peak = Math.max(0, ...run.devices.map((device) => device.memory.peak));
-  if (peak) facts.set('peak memory', bytes(peak) + (run.devices.some(isOver) ? ' (over the limit)' : ''));
+  const top = topDevice(run);
+  if (top) facts.set('peak memory', bytes(top.memory.peak));
   return [...facts.set('events', count(run.size))];
+}
+
+/** The device with the highest peak, if any holds memory. */
+const topDevice = (run) => run.devices.filter((device) => device.memory.peak)
+  .sort((a, b) => b.memory.peak - a.memory.peak)[0];
+
+/** The device of the peak in words, and whether any device needs more than it has. */
+function peakNote(run) {
+  const name = run.devices.length > 1 && topDevice(run) ? [topDevice(run).name] : [];
+  return [...name, ...(run.devices.some(isOver) ? ['over the limit'] : [])].join(', ');
 }
 
 function comparisonOf(runs) {
