@@ -79,12 +79,12 @@ def _propagated(
             "torch.einsum, or reshape with -1"
         ) from misfit
     if any(placed != made for placed in local.placements):
-        where = "experts first and rows second"
-        if made == REPLICATED:
-            where = "one row for each row that it takes"
         raise CaptureError(
-            f"region {placing.name} mixes experts: it does not return {where}; move dispatch and "
-            "combine outside"
+            f"region {placing.name} mixes experts: it does not return one row for each row that it "
+            "takes; move dispatch and combine outside"
+            if placing.sorts
+            else f"region {placing.name} mixes experts: it does not return experts first and rows "
+            "second; move dispatch and combine outside"
         )
     key = f"{body.key} on {placing.axis} from {given}"
     sizes = body.parameters, body.buffers, body.inputs, body.outputs, body.updates
@@ -99,6 +99,7 @@ class _Apart(Placing):
     def __init__(self, rules: PartRules, axis: ShardAxis, parts: PartAxis, name: str) -> None:
         super().__init__(rules, axis, lambda _: REPLICATED)
         self._parts_of, self._kind, self.name = rules, parts, name
+        self.sorts = rules.sorts_rows
 
     def of(self, node: fx.Node) -> Form:
         """Raises an error that names the line of an operation that mixes parts."""

@@ -59,7 +59,7 @@ class PartRules(Rules):
 
     def __init__(self, parts: int, sorted_rows: PartAxis | None = None) -> None:
         super().__init__(ShardAxis("parts", 2 * parts, sorted_rows=sorted_rows))
-        self._parts = parts
+        self._parts, self.sorts_rows = parts, sorted_rows is not None
 
     def of(
         self, node: fx.Node, known: Mapping[fx.Node, Placements], *, loose: bool = False
@@ -74,7 +74,7 @@ class PartRules(Rules):
             assert picked is not None
             return picked
         given = {x: known[x] for x in node.all_input_nodes}
-        by_expert = self._axis.sorted_rows is not None and node.target in (GROUPED_MM, EXPERT_ROWS)
+        by_expert = self.sorts_rows and node.target in (GROUPED_MM, EXPERT_ROWS)
         if not by_expert and not any(map(_has_parts, given.values())):
             return alike(node.meta["val"], REPLICATED)
         if not isinstance(node.target, OpOverload):  # an autograd function
