@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.overrides import TorchFunctionMode
@@ -186,6 +187,7 @@ UNSEEN: dict[str, Callable[[list[Any]], object]] = {
     "the time": lambda g: g.append(lambda: time.time()),
     "a file": lambda g: g.append(lambda: open("x")),  # noqa: SIM115
     "a path": lambda g: g.append(lambda: Path("x").read_text()),
+    "safetensors": lambda g: g.append(lambda: load_file("x")),
     "eval": lambda g: g.append(lambda: eval("1")),
     "a generator": lambda g: g.append(generated()),
     "a generator of torch": lambda g: g.append(torch.Generator()),

@@ -78,7 +78,8 @@ _MOST = 10**6
 _IMPURE = frozenset((
     "random", "_random", "numpy.random", "time", "datetime", "_datetime", "posix", "posixpath",
     "genericpath", "pathlib", "io", "_io", "secrets", "uuid", "socket", "_socket", "subprocess",
-    "tempfile", "importlib", "_imp", "sys", "gc", "inspect",
+    "tempfile", "importlib", "_imp", "sys", "gc", "inspect", "safetensors", "safetensors.torch",
+    "safetensors.numpy", "sqlite3", "urllib.request", "requests.api",
 ))  # fmt: skip
 """Modules with functions whose results are not those of their arguments."""
 _ANY_VALUE = frozenset(("eval", "exec", "globals", "locals", "vars", "__import__", "input"))
