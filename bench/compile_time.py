@@ -3,13 +3,15 @@
 The models are Piper's own, captured, and Llama of ``transformers`` with its default settings, 64
 wide, compiled under a pipeline (``llama-pp``) or tensor and sequence parallelism (``llama-tp``).
 Each depth runs in its own process, so that caches and memory of one depth do not affect the next.
-From the root of the project: ``python -m bench.compile_time --model llama-pp --layers 24``.
+From the root of the project: ``python -m bench.compile_time --model llama-pp --layers 24``. With
+``--cache FOLDER``, a second call loads the programs that the first one has kept there.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -123,8 +125,10 @@ def main(
     depths: Annotated[list[int] | None, typer.Option("--layers", help="depths to try")] = None,
     model: Annotated[list[str] | None, typer.Option(help="dense, moe, llama-pp, llama-tp")] = None,
     out: Annotated[Path | None, typer.Option(help="write the figures as JSON here")] = None,
+    cache: Annotated[Path | None, typer.Option(help="keep and load programs here")] = None,
 ) -> None:
     """Print time, programs and memory for several depths."""
+    os.environ["PIPER_CACHE"] = "off" if cache is None else str(cache)
     rows = []
     console = Console()
     context = multiprocessing.get_context("spawn")
