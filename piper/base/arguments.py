@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -22,8 +22,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f": did you mean {close[0]}?" if close else ""
 
 
-def named_arguments(kind: type[PiperError]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: a call that does not match the function's signature raises ``kind``."""
+def named_arguments(
+    kind: type[PiperError], elsewhere: Mapping[str, str] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: a call that does not match the function's signature raises ``kind``. It names
+    the closest argument, or the one that has a name of ``elsewhere`` in other libraries."""
+    usual = elsewhere or {}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -33,11 +37,11 @@ def named_arguments(kind: type[PiperError]) -> Callable[[Callable[P, R]], Callab
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            unknown = [name for name in kwargs if name not in names]
-            if unknown:
+            for name in (name for name in kwargs if name not in names):
+                meant = f": did you mean {usual[name]}?" if name in usual else nearest(name, names)
                 raise kind(
-                    f"{function.__name__}() has no argument {unknown[0]!r}"
-                    f"{nearest(unknown[0], names) or '.'} Its arguments are {', '.join(names)}"
+                    f"{function.__name__}() has no argument {name!r}{meant or '.'} "
+                    f"Its arguments are {', '.join(names)}"
                 )
             try:
                 signature.bind(*args, **kwargs)

@@ -16,6 +16,7 @@ import torch
 
 from piper.base.errors import PiperError
 from piper.base.reading import DTYPES, MalformedError, shown
+from piper.base.units import class_text
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things, a size or an offset."""
@@ -80,7 +81,7 @@ def _written(item: Any) -> Any:
         return str(item).removeprefix("torch.")
     if isinstance(item, Mapping):
         return dict(item)
-    raise TypeError(f"a {type(item).__name__} cannot be written to a file")
+    raise TypeError(f"{class_text(item)} cannot be written to a file")
 
 
 def _read(kind: Any, data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Formats times, sizes and counts, and parses times and sizes."""
+"""Formats times, sizes, counts and the classes of values, and parses times and sizes."""
 
 from __future__ import annotations
 
@@ -87,3 +87,9 @@ def counted(number: int, thing: str) -> str:
     """A count with its noun: 1 device, 2 devices, 1,000 microbatches."""
     ending = "" if number == 1 else "es" if thing.endswith(("s", "tch")) else "s"
     return f"{number:,} {thing}{ending}"
+
+
+def class_text(item: object) -> str:
+    """The class of ``item`` with its article: "a list", "an AdamW"."""
+    name = type(item).__name__
+    return f"{'an' if name[:1].lower() in set('aeiou') else 'a'} {name}"

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from piper.base.errors import CaptureError, PiperError
+from piper.base.units import class_text
 from piper.ir.tensors import TensorSpec
 
 
@@ -44,7 +46,7 @@ class Batch:
                 continue
             if not isinstance(leaf, str) or batch.path(index).startswith("targets"):
                 raise CaptureError(
-                    f"{batch.path(index)} is a {type(leaf).__name__}, not a tensor: convert it "
+                    f"{batch.path(index)} is {class_text(leaf)}, not a tensor: convert it "
                     "(torch.as_tensor) before it gets here"
                 )
         return batch
@@ -73,7 +75,7 @@ class Batch:
         if kwargs and not isinstance(batch[0], Mapping):
             raise PiperError(
                 f"the inputs were captured as a mapping of keywords ({', '.join(kwargs)}); "
-                f"give a mapping again, not a {type(batch[0]).__name__}"
+                f"give a mapping again, not {class_text(batch[0])}"
             )
         built = Batch.of(_in_order(batch[0], kwargs) if kwargs else batch[:n], batch[n:])
         self._refuse_other_structure(built)
@@ -124,7 +126,7 @@ class Batch:
                 raise PiperError(f"{self.path(index)} is on the meta device and has no values")
         elif isinstance(mine, Tensor) or isinstance(other, Tensor):
             raise PiperError(
-                f"{self.path(index)} is a {type(other).__name__}, but a {type(mine).__name__} in "
+                f"{self.path(index)} is {class_text(other)}, but {class_text(mine)} in "
                 "the example captured"
             )
         elif mine != other:
@@ -278,6 +280,10 @@ def strided_like(x: Tensor, stride: tuple[int, ...], device: torch.device) -> Te
 
 def _check_tuple(name: str, given: object, wanted: str) -> None:
     allowed = Sequence | Mapping if name == "inputs" else Sequence
+    if isinstance(given, DataLoader):
+        raise CaptureError(
+            f"{name} is a DataLoader: give the {name} of one of its batches, next(iter(loader))"
+        )
     if not isinstance(given, allowed) or isinstance(given, str):
         kind = "a tensor" if isinstance(given, Tensor) else repr(given)
         raise CaptureError(f"{name} is {kind}: give {wanted}, {name}=(x,)")

@@ -20,6 +20,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from piper.base.errors import CaptureError
 from piper.base.modes import autocast_kinds
+from piper.base.units import class_text
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import LOSS_PREFIX
 from piper.capture.chunk.autodiff import differentiate
@@ -285,7 +286,7 @@ def check_model(model: object) -> None:
     """Refuse anything but an ``nn.Module``."""
     if not isinstance(model, nn.Module):
         name = getattr(model, "__name__", type(model).__name__)
-        kind = "the class" if isinstance(model, type) else f"a {type(model).__name__},"
+        kind = "the class" if isinstance(model, type) else f"{class_text(model)},"
         cure = f": give an instance, {name}(...)" if isinstance(model, type) else ""
         raise CaptureError(f"the model must be an nn.Module, not {kind} {name}{cure}")
 

@@ -10,7 +10,7 @@ from typing import Any
 from piper.base.arguments import Where
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
-from piper.base.units import seconds_of
+from piper.base.units import class_text, seconds_of
 from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.launch_options import Options, TorchrunOptions, WorkerOptions
 from piper.launch.running import start
@@ -44,7 +44,7 @@ def launch(
     """
     if not isinstance(program, Program):
         raise PiperError(
-            f"launch takes what piper.compile returns, not a {type(program).__name__}: "
+            f"launch takes what piper.compile returns, not {class_text(program)}: "
             "piper.launch(piper.compile(model, strategy, ...))"
         )
     refuse_in_worker()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piper.base.units import class_text
 from piper.program.program import Program
 from piper.state.optimizer.ema import Averaging
 from piper.state.optimizer.factory import kind_of, members_of, settings
@@ -103,7 +104,7 @@ def plain(value: Any) -> Any:
         return {str(key): plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
         return [plain(x) for x in value]
-    return f"a {type(value).__name__}"
+    return class_text(value)
 
 
 def _rates(

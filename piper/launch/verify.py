@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
-from piper.base.units import counted
+from piper.base.units import class_text, counted
 from piper.capture.batch import Batch
 from piper.capture.chosen_regions import LAYER, chosen_tags
 from piper.launch.launch import launch
@@ -108,7 +108,7 @@ def verify(
     others is refused. Numbers are compared with those of the whole batch at once.
     """
     if not isinstance(program, Program):
-        raise PiperError(f"verify takes what piper.compile returns, not a {type(program).__name__}")
+        raise PiperError(f"verify takes what piper.compile returns, not {class_text(program)}")
     given, again = program.arguments, program.again
     if given is None or again is None:
         raise PiperError(

@@ -43,6 +43,26 @@ LOOPED: dict[str, Callable[[int, int, int], Schedule]] = {
 """Any number of stages per rank."""
 
 
+_AXES = (
+    ("pipeline", "pp"),
+    ("data", "dp"),
+    ("tensor", "tp"),
+    ("context", "cp"),
+    ("expert", "ep"),
+)
+_ELSEWHERE = {
+    **{f"{word}_parallel{end}": short for word, short in _AXES for end in ("", "_size", "ism")},
+    **{f"{word}_model_parallel_size": short for word, short in _AXES},
+    **{f"{short}_size": short for _, short in _AXES},
+    "zero_stage": "zero",
+    "fsdp": "zero=3",
+    "gradient_accumulation_steps": "microbatches",
+    "num_microbatches": "microbatches",
+    "virtual_stages": "virtual",
+}
+"""Names of these arguments in other libraries."""
+
+
 class MeshLayout(Enum):
     """Which devices have consecutive numbers."""
 
@@ -74,7 +94,7 @@ def _letters(name: str) -> str:
     return "".join(c for c in name.casefold() if c.isalnum())
 
 
-@named_arguments(DirectiveError)
+@named_arguments(DirectiveError, _ELSEWHERE)
 def mesh(
     *,
     pp: int = 1,

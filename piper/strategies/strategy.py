@@ -14,6 +14,7 @@ from typing import Any
 
 from piper.base.errors import DirectiveError
 from piper.base.reading import MalformedError, check_limits, file_bytes, parsed, shown
+from piper.base.units import class_text
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.verify_dag import refuse_scattered, verify
 from piper.ir.mesh import Mesh
@@ -43,7 +44,7 @@ class Strategy:
             directives = directives.directives
         if not isinstance(directives, Iterable):
             raise DirectiveError(
-                f"a strategy is a list of directives, not a {type(directives).__name__}"
+                f"a strategy is a list of directives, not {class_text(directives)}"
             )
         given = tuple(directives)
         for directive in given:

@@ -140,7 +140,7 @@ def test_what_is_refused(trainer: piper.Trainer) -> None:
         "evaluate= is a list_iterator, and the batches are read several times": {
             "evaluate": iter(BATCHES)
         },
-        "evaluate= is a int": {"evaluate": 3},
+        "evaluate= is an int": {"evaluate": 3},
         "fit() has no argument 'epoch': did you mean epochs?": {"epoch": 3},
     }
     for words, options in refused.items():

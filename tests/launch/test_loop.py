@@ -140,8 +140,8 @@ def yields(step: int) -> Iterator[Any]:
     [
         (needs_two, "batches is needs_two, a function of several arguments"),
         (yields, "batches is a function that yields, yields, and takes arguments"),
-        (lambda: 3, "without arguments that returned a int"),
-        (3, "batches is a int: give an iterable"),
+        (lambda: 3, "without arguments that returned an int"),
+        (3, "batches is an int: give an iterable"),
     ],
 )
 def test_what_gives_no_batches(batches: Any, words: str, trainer: piper.Trainer) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import piper
 from piper.callbacks import CSV
@@ -75,7 +75,7 @@ COMPILING: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an optimizer that is made": (
         lambda: compiled(optimizer=adamw(net().parameters())),
-        r"optimizer= is a AdamW: it must be a function from .*, such as lambda params",
+        r"optimizer= is an AdamW: it must be a function from .*, such as lambda params",
     ),
     "a tensor for a tuple": (lambda: compiled(inputs=X), r"give a tuple, .* inputs=\(x,\)"),
     "all by position": (
@@ -97,6 +97,22 @@ COMPILING: dict[str, tuple[Callable[[], object], str]] = {
     "a misspelt axis": (
         lambda: mesh(ddp=2),  # type: ignore[call-arg]
         r"mesh\(\) has no argument 'ddp': did you mean dp\?",
+    ),
+    "the long name of an axis": (
+        lambda: mesh(data_parallel=2),  # type: ignore[call-arg]
+        r"mesh\(\) has no argument 'data_parallel': did you mean dp\?",
+    ),
+    "the stage of ZeRO": (
+        lambda: mesh(dp=2, zero_stage=3),  # type: ignore[call-arg]
+        r"mesh\(\) has no argument 'zero_stage': did you mean zero\?",
+    ),
+    "a learning rate": (
+        lambda: compiled(learning_rate=0.1),
+        r"'learning_rate': did you mean optimizer=lambda .*lr=3e-4\)\? Its arguments are model",
+    ),
+    "a loader for a batch": (
+        lambda: compiled(inputs=DataLoader(TensorDataset(X), 4)),
+        r"inputs is a DataLoader: give .* of one of its batches, next\(iter\(loader\)\)",
     ),
     "a ZeRO level that does not exist": (
         lambda: mesh(dp=2, zero=5),
@@ -164,6 +180,10 @@ TRAINING: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     "a misspelt option": (
         lambda t, _: t.fit([(X, X)], epoch=2),
         r"has no argument 'epoch': did you mean epochs\? Its arguments are batches, epochs",
+    ),
+    "an option of Hugging Face": (
+        lambda t, _: t.fit([(X, X)], num_train_epochs=2),
+        r"no argument 'num_train_epochs': did you mean epochs\? Its arguments are batches, epochs",
     ),
     "a batch for batches": (
         lambda t, _: t.fit(X, X),

@@ -344,7 +344,7 @@ def outside(named_parameters: Named) -> torch.optim.Optimizer:
         (left_out, r"AdamW .* leaves out 4 of the 16 .*\(layers\.0\.norm\.weight, .*, \.\.\.\)"),
         (outside, r"was given 16 parameters, but the AdamW that it returned is for 16 others"),
         (lambda named_parameters: [], "returned an empty list"),
-        (lambda named_parameters: [adamw(named_parameters), 3], "it returned a int"),
+        (lambda named_parameters: [adamw(named_parameters), 3], "it returned an int"),
     ],
     ids=["twice", "left-out", "outside", "none", "no-optimizer"],
 )

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from piper.base.errors import CaptureError, warn
+from piper.base.units import class_text
 from piper.capture.blame import calling_line
 from piper.capture.intercept.outside_effects import attributes_of_class, numbers_of
 
@@ -128,7 +129,7 @@ def _described(function: Any, leaves: list[Any], spec: pytree.TreeSpec) -> Funct
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)):
             raise CaptureError(
-                f"the autograd function {function.__name__} is given a {type(leaf).__name__} at "
+                f"the autograd function {function.__name__} is given {class_text(leaf)} at "
                 f"{calling_line()}, and only tensors and plain values can be kept: give these, or "
                 "write it with plain ops, or as a torch.library.custom_op with register_autograd"
             )

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from piper.base.errors import CaptureError
+from piper.base.units import class_text
 
 Outputs = Callable[..., Any]
 """A function of the loss's arguments: the model's output and the targets."""
@@ -46,7 +47,7 @@ class NamedOutputs:
 
 def _said(chosen: Any) -> str:
     if not isinstance(chosen, Mapping):
-        return "a tensor" if isinstance(chosen, Tensor) else f"a {type(chosen).__name__}"
+        return "a tensor" if isinstance(chosen, Tensor) else class_text(chosen)
     others = {name: x for name, x in chosen.items() if not isinstance(x, Tensor)}
     name, x = next(iter(others.items()), next(iter(chosen.items())))
-    return f"a {type(x).__name__} under the name {name!r}"
+    return f"{class_text(x)} under the name {name!r}"

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from piper.base.errors import CaptureError
+from piper.base.units import class_text
 
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
@@ -49,7 +50,7 @@ def own_loss(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise CaptureError(
-            f"the model returns no loss: its output is a {type(output).__name__} without one; give "
+            f"the model returns no loss: its output is {class_text(output)} without one; give "
             "loss=, a function (output, *targets), or what the model computes its loss from "
             "(inputs={..., 'labels': ...} for a model of transformers)"
         )

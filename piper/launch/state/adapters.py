@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from piper.base.atomic import FileKind
 from piper.base.errors import PiperError
+from piper.base.units import class_text
 from piper.program.program import Program
 
 ADAPTER = FileKind(
@@ -35,7 +36,7 @@ def adapted_part(model: nn.Module) -> tuple[str, Any] | None:
         if _injected(module) or hasattr(module, "create_or_update_model_card"):
             return f"{name}." if name else "", module
         raise PiperError(
-            f"{name or type(model).__name__} is a {type(module).__name__} of peft in a model that "
+            f"{name or type(model).__name__} is {class_text(module)} of peft in a model that "
             "cannot write its adapter: compile what peft.get_peft_model returned, or a module "
             "that has it as a submodule, or take the values from trainer.state_dict()"
         )

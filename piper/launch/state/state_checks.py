@@ -9,7 +9,7 @@ from torch import Tensor
 
 from piper.base.errors import PiperError, warn
 from piper.base.reading import MalformedError, shown, within, wrong
-from piper.base.units import counted
+from piper.base.units import class_text, counted
 from piper.program.program import Program
 from piper.state.checkpoint.index import Index
 from piper.state.checkpoint.plain_values import from_json
@@ -125,7 +125,7 @@ def _same_kind(item: Any, mine: Any) -> None:
     numbers = (bool, int, float, Tensor)
     for kinds in (numbers, (list, tuple), (dict,), (str,)):
         if isinstance(mine, kinds) and not isinstance(item, kinds):
-            raise wrong(item, f"a {type(mine).__name__}")
+            raise wrong(item, class_text(mine))
     if isinstance(mine, list | tuple) and mine:  # one per param group; ``item`` may have more
         for place, other in enumerate(item):
             with within(place):

@@ -15,6 +15,7 @@ from contextlib import suppress
 from enum import Enum
 
 from piper.base.errors import PiperError, warn
+from piper.base.units import class_text
 from piper.capture.trace.computation import LOSS_PLACE
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.device_programs import device_programs
@@ -51,7 +52,7 @@ def changes_named(names: Sequence[str]) -> frozenset[Change]:
 def switch(group: WorkerGroup, old: Program, new: Program, allow: frozenset[Change]) -> None:
     """Continue with ``new``, or refuse it and change nothing."""
     if not isinstance(new, Program):
-        raise PiperError(f"switch takes what piper.compile returns, not a {type(new).__name__}")
+        raise PiperError(f"switch takes what piper.compile returns, not {class_text(new)}")
     if (why := group.once(lambda: _difference(old, new, allow))) is not None:
         raise _refused(why)
     try:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 
 from piper.base.errors import PiperError
+from piper.base.units import class_text
 
 AnyBatch = Sequence[Any] | Mapping[str, Any]
 BatchSource = Iterable[AnyBatch] | Callable[[], Iterable[AnyBatch]] | Callable[[int], AnyBatch]
@@ -153,7 +154,7 @@ class Position:
         rows = cast(Callable[[], Iterable[AnyBatch]], source)()
         if not isinstance(rows, Iterable):
             raise PiperError(
-                f"batches is a function without arguments that returned a {type(rows).__name__}: "
+                f"batches is a function without arguments that returned {class_text(rows)}: "
                 "it must return or yield the batches; one that gives the batch of a step takes the "
                 "number of the step"
             )
@@ -191,7 +192,7 @@ def _is_of_step(batches: object) -> bool:
         return False
     if not callable(batches):
         raise PiperError(
-            f"batches is a {type(batches).__name__}: give an iterable of batches, such as a "
+            f"batches is {class_text(batches)}: give an iterable of batches, such as a "
             "torch.utils.data.DataLoader of a dataset, or a function from the number of a step to "
             "its batch"
         )

@@ -10,11 +10,25 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from piper.base.arguments import named_arguments
 from piper.base.errors import PiperError
+from piper.base.units import class_text
 from piper.launch.loggers.callback import Callback
 from piper.launch.trainer.batch_tensors import Pad
 from piper.launch.trainer.data_position import AnyBatch, BatchSource
 
 HeldOutBatches = Iterable[AnyBatch] | Callable[[], Iterable[AnyBatch]]
+
+_ELSEWHERE = {
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs", "n_epochs"), "epochs"),
+    **dict.fromkeys(("max_steps", "num_steps", "num_train_steps"), "steps"),
+    **dict.fromkeys(("eval_dataset", "val_dataloaders", "validation_data"), "evaluate"),
+    **dict.fromkeys(("eval_steps", "val_check_interval"), "evaluate_every"),
+    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path"), "resume"),
+    **dict.fromkeys(("output_dir", "default_root_dir"), "checkpoint"),
+    **dict.fromkeys(("save_steps", "save_every"), "every"),
+    **dict.fromkeys(("logging_steps", "log_every_n_steps"), "progress"),
+    "save_total_limit": "keep",
+}
+"""Names of these options in other libraries."""
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -74,7 +88,7 @@ class FitOptions:
         again = isinstance(self.evaluate, Iterable) or callable(self.evaluate)
         if self.evaluate is not None and (isinstance(self.evaluate, Iterator) or not again):
             raise PiperError(
-                f"evaluate= is a {type(self.evaluate).__name__}, and the batches are read several "
+                f"evaluate= is {class_text(self.evaluate)}, and the batches are read several "
                 "times: give a list, a loader, or a function that yields batches"
             )
 
@@ -99,6 +113,6 @@ def with_options(
         method.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*own, *named]
         )
-        return named_arguments(PiperError)(method)
+        return named_arguments(PiperError, _ELSEWHERE)(method)
 
     return decorate

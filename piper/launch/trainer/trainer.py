@@ -20,6 +20,7 @@ from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.base.paths import path_of
 from piper.base.tracking import Alive
+from piper.base.units import class_text
 from piper.capture.code.executables import Executables
 from piper.capture.code.totals import Totals, summed
 from piper.launch import running
@@ -526,7 +527,7 @@ class Trainer:
         batch = batch_in(self.program, given)
         if batch is None:
             raise PiperError(
-                f"trainer.step takes one batch, and a {type(given[0]).__name__} gives many: "
+                f"trainer.step takes one batch, and {class_text(given[0])} gives many: "
                 "trainer.fit(batches) trains on all of them"
             )
         whole = padded(self._shapes.first, batch, pad, rows=rows)

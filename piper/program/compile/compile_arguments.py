@@ -22,6 +22,19 @@ from piper.state.optimizer.scheduler import SchedulerFactory, try_scheduler
 from piper.state.optimizer.training import Training
 from piper.state.weights.weight_files import Init, WeightFiles
 
+_OPTIMIZER = "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "lr", "weight_decay", "betas", "momentum"), _OPTIMIZER),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), "scheduler"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "grad_clip"), "clip_norm"),
+    **dict.fromkeys(("bf16", "mixed_precision", "dtype", "amp"), "precision='bf16'"),
+    **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "loss"),
+    **dict.fromkeys(("labels", "label"), "targets"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "remat"),
+    "batch": "inputs",
+}
+"""Names of these arguments in other libraries."""
+
 
 @dataclass(frozen=True)
 class CompileArguments:

@@ -39,7 +39,7 @@ from piper.lower.waste import LARGE
 from piper.program.cache.entries import Entries
 from piper.program.cache.lookup import Lookup
 from piper.program.chunk_table import letters_of
-from piper.program.compile.compile_arguments import CompileArguments
+from piper.program.compile.compile_arguments import ELSEWHERE, CompileArguments
 from piper.program.compile.digest import digest_of
 from piper.program.compile.mixing_warnings import warn_of_mixing
 from piper.program.compile.placer import Placed, Placer
@@ -63,7 +63,7 @@ from piper.strategies.directives.split import Split
 from piper.strategies.strategy import Strategy
 
 
-@named_arguments(PiperError)
+@named_arguments(PiperError, ELSEWHERE)
 def capture(
     model: nn.Module,
     *,
@@ -101,7 +101,7 @@ def capture(
     return checked_capture(CompileArguments.among(locals()))
 
 
-@named_arguments(PiperError)
+@named_arguments(PiperError, ELSEWHERE)
 def compile(
     model: nn.Module,
     strategy: Strategy,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from piper.base.reading import DTYPES, MalformedError, check_limits, rows, shown, within, wrong
+from piper.base.units import class_text
 
 _DEPTH = 24
 _INLINE = 16
@@ -100,7 +101,7 @@ def to_json(item: Any, store: Store | None = None, depth: int = 0) -> Any:
         if isinstance(item, types):
             return {kind: to_json(parts(item), store, depth)}
     raise MalformedError(
-        f"{shown(item)} is a {type(item).__name__}: a checkpoint holds tensors, numbers, "
+        f"{shown(item)} is {class_text(item)}: a checkpoint holds tensors, numbers, "
         "text and containers of these"
     )
 

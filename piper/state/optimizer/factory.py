@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from piper.base.errors import PiperError
+from piper.base.units import class_text
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[
@@ -144,7 +145,7 @@ def _refuse_other_kinds(member: object) -> None:
         raise PiperError(
             "optimizer= must be a function from a list of parameters to a torch.optim optimizer, "
             "or to a list of several, such as lambda params: torch.optim.AdamW(params, lr=3e-4); "
-            f"it returned a {type(member).__name__}"
+            f"it returned {class_text(member)}"
         )
     closure = inspect.signature(member.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

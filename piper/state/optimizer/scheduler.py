@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from piper.base.errors import PiperError
+from piper.base.units import class_text
 from piper.state.optimizer.factory import OptimizerFactory, trying
 from piper.state.optimizer.probe import TrainedShapes, sample_optimizer
 
@@ -23,7 +24,7 @@ def make_scheduler(
     if not callable(step):
         raise PiperError(
             "scheduler= must be a function from an optimizer to a learning-rate scheduler; it "
-            f"returned a {type(scheduler).__name__}"
+            f"returned {class_text(scheduler)}"
         )
     needed = [
         name

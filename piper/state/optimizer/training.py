@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from piper.base.errors import PiperError
+from piper.base.units import class_text
 from piper.capture.model import Precision
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.scheduler import SchedulerFactory
@@ -33,13 +34,13 @@ class Training:
     def check(self) -> None:
         if self.optimizer is not None and not callable(self.optimizer):
             raise PiperError(
-                f"optimizer= is a {type(self.optimizer).__name__}: it must be a function from a "
+                f"optimizer= is {class_text(self.optimizer)}: it must be a function from a "
                 "list of parameters to an optimizer, such as "
                 "lambda params: torch.optim.AdamW(params, lr=3e-4)"
             )
         if self.scheduler is not None and not callable(self.scheduler):
             raise PiperError(
-                f"scheduler= is a {type(self.scheduler).__name__}: it must be a function from an "
+                f"scheduler= is {class_text(self.scheduler)}: it must be a function from an "
                 "optimizer to a learning-rate scheduler, such as "
                 "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
             )

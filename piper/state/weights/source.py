@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.base.errors import PiperError
+from piper.base.units import class_text
 from piper.capture.blame import LOSS_PREFIX
 from piper.state.weights.other_model import differences
 from piper.state.weights.weight_files import Init, WeightFiles
@@ -167,7 +168,7 @@ class StateNames:
         """The tensors of a state dict by their first names. Refuses another model's state dict."""
         for key in self.keys.keys() & state.keys():
             if not isinstance(state[key], Tensor):
-                raise PiperError(f"{key} is a {type(state[key]).__name__}, not a tensor")
+                raise PiperError(f"{key} is {class_text(state[key])}, not a tensor")
         shapes = {key: tuple(getattr(x, "shape", ())) for key, x in state.items()}
         self.check(shapes, strict=strict)
         return {self.keys[key]: state[key] for key in self.keys if key in state}
