@@ -168,6 +168,69 @@ def test_lines_where_there_is_no_terminal(
     ]  # fmt: skip
 
 
+def test_a_line_is_written_as_soon_as_its_step_ends(
+    trainer: piper.Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So its pace is that of its own steps."""
+    for _ in trainer.iterate(BATCHES, steps=3, progress=1):
+        line, *others = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"step {trainer.steps} of 3: loss ")
+        assert not others
+    assert capsys.readouterr().err == ""
+
+
+def test_evaluations_are_among_the_lines(
+    trainer: piper.Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how: dict[str, Any] = {"steps": 3, "evaluate": HELD_OUT, "evaluate_every": 2}
+    summary = trainer.fit(BATCHES, progress=1, **how)
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(r": .*", "", line) for line in lines] == [
+        "step 1 of 3", "step 2 of 3", "evaluation after step 2", "step 3 of 3",
+        "evaluation after step 3",
+    ]  # fmt: skip
+    assert lines[-1].endswith(f": loss {summary.evaluations[-1][1]:.4f}")
+    trainer.fit(BATCHES, progress=False, **how)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_shows_evaluations(
+    trainer: piper.Trainer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any file for a terminal
+    trainer.fit(BATCHES, steps=2, evaluate=HELD_OUT, evaluate_every=1)
+    said = capsys.readouterr().err
+    assert re.findall(r"evaluation after step (\d): loss \d", said) == ["1", "2"]
+
+
+def test_the_lines_name_checkpoints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    how: dict[str, Any] = {"steps": 4, "checkpoint": "run", "progress": 1}
+    with piper.launch(program()) as trainer, pytest.raises(KeyboardInterrupt):
+        trainer.fit(BATCHES, callbacks=[Interrupts(2)], **how)
+    assert capsys.readouterr().err.splitlines()[-1] == "saved run/step-00000002"
+    with piper.launch(program()) as trainer:
+        trainer.fit(BATCHES, resume=True, **how)
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "resumed from run/step-00000002"
+    assert [line.split(":")[0] for line in lines] == ["step 3 of 4", "step 4 of 4"]
+
+
+class Interrupts:
+    """Ctrl-C after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, step: int, result: StepResult) -> None:
+        if step == self._step:
+            raise KeyboardInterrupt
+
+    def on_end(self) -> None: ...
+
+
 # resume
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ class HeldOut:
         self._trainer = trainer
         self._options = options
         self._callbacks = [x for x in callbacks if isinstance(x, EvaluationCallback)]
+        self.show: Callable[[int, float], None] = lambda step, loss: None
+        """Called after each evaluation with its step and loss."""
         self.losses: list[tuple[int, float]] = []
         """Pairs of a step and the loss after it."""
         self.seconds = 0.0
@@ -78,6 +80,7 @@ class HeldOut:
         finally:
             torch.set_rng_state(random)
         self.losses.append((step, float(result.loss)))
+        self.show(step, self.losses[-1][1])
         self.seconds += time.perf_counter() - start
         for callback in self._callbacks:
             callback.on_evaluate(step, result)

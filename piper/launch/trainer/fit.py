@@ -133,6 +133,11 @@ class Checkpoints:
         except OSError as error:
             raise PiperError(f"{self.folder} cannot be used for checkpoints: {error}") from error
 
+    def shown(self, step: int) -> Path:
+        """The checkpoint of a step, in the folder as given."""
+        assert self._options.checkpoint is not None
+        return path_of(self._options.checkpoint) / _NAME.format(step)
+
     def after_step(self, state: StateOf) -> None:
         """Save if a checkpoint is due; ``state`` gives the state of the call."""
         every = self._options.every

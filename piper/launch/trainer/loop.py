@@ -94,6 +94,7 @@ class Rounds:
         self._word = _Word.GO
         """The last word that all processes agreed on."""
         self._losses = Losses(trainer.notices)
+        held_out.show = self._losses.evaluated
         self._tokens = 0
         self._start = time.perf_counter()
         self._ended = Ended.EARLIER
@@ -129,7 +130,9 @@ class Rounds:
         guarded = nullcontext() if self._saved is None else self._stop.on_sigterm()
         last = self._last
         showing = shown_progress(self._total, self._trainer.steps, self._options.progress)
-        with showing as self._losses.show, guarded, told(self._callbacks):
+        with showing as self._losses.display, guarded, told(self._callbacks):
+            if self._saved is not None and self._saved.resumed is not None:
+                self._losses.display.say(f"resumed from {self._saved.shown(self._saved.resumed)}")
             try:
                 while self._agreed(_Word.ASKED if self._stop.asked else _Word.GO):
                     if last is not None and self._trainer.steps >= last:
@@ -236,6 +239,8 @@ class Rounds:
             elif self._word is _Word.GO:
                 self._agreed(_Word.LEFT)
             self._finish()
+            if self._taken and not isinstance(error, GeneratorExit):
+                self._losses.display.say(f"saved {self._saved.shown(self._trainer.steps)}")
         except Exception as failure:
             if isinstance(error, GeneratorExit):  # no other error would report it
                 raise

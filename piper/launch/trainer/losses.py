@@ -1,7 +1,7 @@
 """The losses of a run, read without waiting for the device.
 
-A loss and the norm of its gradients are copied to the host after the next step has been submitted,
-and read once the copy is done.
+A loss and the norm of its gradients on a GPU are copied to the host after the next step has been
+submitted, and read once the copy is done. Those on the host are read at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from piper.launch.trainer.notices import Notices
 from piper.launch.trainer.step_result import StepResult
-from piper.launch.watch.progress_bar import Show, nothing
+from piper.launch.watch.progress_bar import Display
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Losses:
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
-        self.show: Show = nothing
-        """Called with each step, once its loss is read."""
+        self.display = Display()
+        """Shows each step once its loss is read, and evaluations."""
         self._next: tuple[int, StepResult] | None = None
         self._copies: deque[_Copy] = deque()
         self._count = 0
@@ -46,9 +46,11 @@ class Losses:
         """The step with the lowest loss, and its loss."""
 
     def add(self, step: int, result: StepResult) -> None:
-        """Read the losses that have arrived; this one is copied after the next step."""
+        """Read the losses that have arrived; one on a GPU is copied after the next step."""
         self._copy()
         self._next = step, result
+        if result.loss_on_host is not None:
+            self._copy()
         while self._copies and ((event := self._copies[0].event) is None or event.query()):
             self._look()
 
@@ -57,6 +59,11 @@ class Losses:
         self._copy()
         while self._copies:
             self._look()
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Show an evaluation, after the steps before it."""
+        self.finish()
+        self.display.evaluated(step, loss)
 
     @property
     def mean(self) -> float | None:
@@ -89,4 +96,4 @@ class Losses:
         if not math.isnan(loss) and (self.best is None or loss < self.best[1]):
             self.best = step, loss
         self._notices.look_at(step, loss)
-        self.show(step, loss, None if copy.norm is None else float(copy.norm), copy.result)
+        self.display.show(step, loss, None if copy.norm is None else float(copy.norm), copy.result)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from piper.base.units import bytes_text, waiting_text
 
-Show = Callable[[int, float, float | None, Any], None]
-"""Shows a step: its number, loss, gradient norm, and result."""
 _LINES = 20
 """About so many lines are written of a run."""
 
@@ -30,48 +28,52 @@ class ShownStep(Protocol):
     def expert_imbalance(self) -> Mapping[str, float]: ...
 
 
-def nothing(step: int, loss: float, norm: float | None, result: ShownStep) -> None:
-    """Show nothing."""
+class Display:
+    """Shows the progress of a run after step ``before``. This one shows nothing."""
+
+    def __init__(self, before: int = 0) -> None:
+        self._pace = Pace(before)
+
+    def show(self, step: int, loss: float, norm: float | None, result: ShownStep) -> None:
+        """Show a step: its number, loss, gradient norm, and result."""
+
+    def say(self, text: str) -> None:
+        """Write a line."""
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Show the loss of held-out batches."""
+        self.say(f"evaluation after step {step:,}: loss {loss:.4f}")
+        self._pace = Pace(step)
 
 
 @contextmanager
-def shown_progress(total: int | None, before: int, every: bool | int) -> Iterator[Show]:
-    """Show progress from step ``before`` to ``total``, if that is known. Yields a function to call
-    after each step. ``every`` is the number of steps from line to line; True chooses it, False
-    shows nothing."""
+def shown_progress(total: int | None, before: int, every: bool | int) -> Iterator[Display]:
+    """Show progress from step ``before`` to ``total``, if that is known. ``every`` is the number of
+    steps from line to line; True chooses it, False shows nothing."""
     from rich.console import Console  # imported late: workers import the trainer but show no bar
 
     console = Console(stderr=True)
     if not every:
-        yield nothing
+        yield Display()
     elif console.is_terminal:
-        with _bar(console, total, before) as show:
-            yield show
+        with _bar(console, total) as bar:
+            yield _Bar(bar, total, before)
     else:
-        yield _Lines(total, before, None if every is True else every).show
+        yield _Lines(total, before, None if every is True else every)
 
 
-@contextmanager
-def _bar(console: Any, total: int | None, before: int) -> Iterator[Show]:
+def _bar(console: Any, total: int | None) -> Any:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     count = "{task.completed}" if total is None else "{task.completed}/{task.total}"
-    with Progress(
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn(count),
         TextColumn("{task.fields[said]}"),
         TimeRemainingColumn(),
         console=console,
-    ) as bar:
-        task = bar.add_task("training", total=total, completed=before, said="")
-        pace = Pace(before)
-
-        def show(step: int, loss: float, norm: float | None, result: ShownStep) -> None:
-            said = [f"loss {loss:.4f}", *_speed(result, pace.since(step))]
-            bar.update(task, completed=step, said="  ".join(said))
-
-        yield show
+    )
 
 
 class Pace:
@@ -99,12 +101,28 @@ def _speed(result: ShownStep, seconds: float) -> list[str]:
     return said
 
 
-class _Lines:
+class _Bar(Display):
+    """Moves a bar of rich; lines are written above it."""
+
+    def __init__(self, bar: Any, total: int | None, before: int) -> None:
+        super().__init__(before)
+        self._bar = bar
+        self._task = bar.add_task("training", total=total, completed=before, said="")
+
+    def show(self, step: int, loss: float, norm: float | None, result: ShownStep) -> None:
+        said = [f"loss {loss:.4f}", *_speed(result, self._pace.since(step))]
+        self._bar.update(self._task, completed=step, said="  ".join(said))
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+
+class _Lines(Display):
     """Writes a line every few steps."""
 
     def __init__(self, total: int | None, before: int, every: int | None) -> None:
+        super().__init__(before)
         self._total, self._before, self._every = total, before, every
-        self._pace = Pace(before)
 
     def show(self, step: int, loss: float, norm: float | None, result: ShownStep) -> None:
         """Write a line if it is due."""
@@ -119,7 +137,10 @@ class _Lines:
         parts += [f"peak {bytes_text(result.memory)}"]
         if self._total is not None and step < self._total:
             parts.append(f"{waiting_text(seconds * (self._total - step))} left")
-        sys.stderr.write(f"step {step:,}{of}: {', '.join(parts)}\n")
+        self.say(f"step {step:,}{of}: {', '.join(parts)}")
+
+    def say(self, text: str) -> None:
+        sys.stderr.write(f"{text}\n")
 
     def _due(self, step: int) -> bool:
         if self._every is not None:
