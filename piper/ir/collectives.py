@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
 
 MemberTensors = tuple[Tensor, ...]
 _Number = TypeVar("_Number", float, Fraction)
@@ -46,14 +45,42 @@ class Move(Enum):
     __hash__ = object.__hash__  # Enum's own is slow
 
 
-Placement = Shard | Replicate | Partial
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Each device has its part of dimension ``dim``."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """All devices have the whole value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """The value is the sum of those of all devices."""
+
+    def __str__(self) -> str:
+        return "P(sum)"
+
+
+Placement = Sharded | Replicated | PartialSum
+"""Where a value is along a mesh axis, in the terms and the text of torch's DTensor, whose own
+classes need its compiler."""
 ENDS: Mapping[Move, tuple[Placement, Placement]] = {
-    Move.NOTHING: (Replicate(), Replicate()),
-    Move.SELECT: (Replicate(), Shard(0)),
-    Move.REDUCE_SCATTER: (Partial(), Shard(0)),
-    Move.ALL_REDUCE: (Partial(), Replicate()),
-    Move.ALL_TO_ALL: (Shard(0), Shard(0)),
-    Move.ALL_GATHER: (Shard(0), Replicate()),
+    Move.NOTHING: (Replicated(), Replicated()),
+    Move.SELECT: (Replicated(), Sharded(0)),
+    Move.REDUCE_SCATTER: (PartialSum(), Sharded(0)),
+    Move.ALL_REDUCE: (PartialSum(), Replicated()),
+    Move.ALL_TO_ALL: (Sharded(0), Sharded(0)),
+    Move.ALL_GATHER: (Sharded(0), Replicated()),
 }
 """The placements before and after each move, of tensors whose dimension 0 indexes the parts."""
 _MOVES = {(type(made), type(wanted)): move for move, (made, wanted) in ENDS.items()}

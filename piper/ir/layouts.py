@@ -1,5 +1,4 @@
-"""The layout of a value on its mesh: one torch placement (``Shard``, ``Replicate`` or ``Partial``)
-per mesh axis.
+"""The layout of a value on its mesh: one placement per mesh axis.
 
 Mesh([0, 1, 2, 3], dp=2, tp=2)      rows of the batch       dp S(0), tp R
                                     gradient of a weight    dp P(sum), tp R
@@ -9,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Partial, Replicate, Shard
-
-from piper.ir.collectives import Placement
+from piper.ir.collectives import PartialSum, Placement, Replicated, Sharded
 from piper.ir.mesh import Mesh
 from piper.ir.rules import Bucket
 
@@ -46,10 +43,10 @@ class BucketLayouts:
         axis = bucket.axis if bucket.axis not in ("replicate", "alike", "shard") else "ep"
         sizes = {"replicate": bucket.copies // bucket.alike, "alike": bucket.alike}
         self.mesh = Mesh(devices, **{axis: len(bucket.groups)}, **sizes, shard=bucket.within)
-        whole = Layout(self.mesh, (Replicate(),) * len(self.mesh.axes))
-        self.in_use = whole.along(**{axis: Shard(bucket.dim)})
-        sharded = self.in_use.along(shard=Shard(0))
-        self.gradients = self.in_use.along(replicate=Partial(), shard=Partial())
+        whole = Layout(self.mesh, (Replicated(),) * len(self.mesh.axes))
+        self.in_use = whole.along(**{axis: Sharded(bucket.dim)})
+        sharded = self.in_use.along(shard=Sharded(0))
+        self.gradients = self.in_use.along(replicate=PartialSum(), shard=PartialSum())
         self.optimizer = sharded if bucket.level >= 1 else self.in_use
         """The layout of the optimizer's state, and of the elements it updates."""
         self.at_rest = sharded if bucket.level == 3 else self.in_use

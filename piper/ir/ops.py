@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from msgspec import Struct
-from torch.distributed.tensor import Shard
 
-from piper.ir.collectives import Move, Placement, move_between
+from piper.ir.collectives import Move, Placement, Sharded, move_between
 from piper.ir.passes import Pass
 
 Group = tuple[int, ...]
@@ -76,12 +75,12 @@ class Collective(Struct, frozen=True, gc=False):
     @property
     def dispatches(self) -> bool:
         """Whether it takes rows to their experts."""
-        return (self.before, self.after) == (Shard(1), Shard(0))
+        return (self.before, self.after) == (Sharded(1), Sharded(0))
 
     @property
     def combines(self) -> bool:
         """Whether it takes rows back from their experts."""
-        return (self.before, self.after) == (Shard(0), Shard(1))
+        return (self.before, self.after) == (Sharded(0), Sharded(1))
 
     @property
     def in_turn(self) -> bool:

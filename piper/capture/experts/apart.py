@@ -21,12 +21,11 @@ from piper.capture.chunk.chunks import Body
 from piper.capture.experts.part_rules import Mixed, PartRules, UnknownOperation, part_rules
 from piper.capture.graphs import module_of
 from piper.capture.shard.placement_search import Placing
-from piper.capture.shard.placements import REPLICATED
+from piper.capture.shard.placements import REPLICATED, TensorPlacement
 from piper.capture.shard.propagate import MisfitError, propagate
 from piper.capture.shard.rewrites.table import Form
 from piper.capture.shard.shard_axis import PartAxis, ShardAxis
 from piper.capture.trace.quiet import quiet_tracing
-from piper.ir.collectives import Placement
 from piper.ir.shards import SortedRows
 
 
@@ -53,7 +52,7 @@ def on_rows(body: Body, name: str, sorting: SortedRows | None, times: Fraction) 
     first = body.parameters + body.buffers
     dim = 1 if sorting is None else 0
     rows = sorting.rows if sorting else body.fakes()[first].shape[1]
-    given: list[Placement] = [*[REPLICATED] * first, *[Shard(dim)] * body.inputs]
+    given: list[TensorPlacement] = [*[REPLICATED] * first, *[Shard(dim)] * body.inputs]
     if sorting is not None:
         given[first + sorting.counts] = REPLICATED
     kind = PartAxis.ROWS
@@ -64,7 +63,7 @@ def on_rows(body: Body, name: str, sorting: SortedRows | None, times: Fraction) 
 
 
 def _propagated(
-    body: Body, placing: _Apart, sorting: object, given: list[Any], made: Placement
+    body: Body, placing: _Apart, sorting: object, given: list[Any], made: TensorPlacement
 ) -> Body:
     """The body for arguments that are placed as ``given``, and results as ``made``."""
     ends = [None] * (body.outputs + body.updates)

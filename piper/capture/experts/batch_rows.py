@@ -22,8 +22,7 @@ from piper.capture.chunk.chunks import Body, Chunk, Cut
 from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.experts.part_rules import Mixed, PartRules, UnknownOperation, part_rules
 from piper.capture.graphs import returned
-from piper.capture.shard.placements import REPLICATED, Placements
-from piper.ir.collectives import Placement
+from piper.capture.shard.placements import REPLICATED, Placements, TensorPlacement
 from piper.ir.tensors import TensorSpec
 
 
@@ -183,7 +182,7 @@ def _outermost(placed: Placements | None) -> bool:
     return placed is None or _rows(placed) in (Rows(), Rows(0))
 
 
-def _guess(value: Tensor, rows: int) -> Placement:
+def _guess(value: Tensor, rows: int) -> TensorPlacement:
     """The placement of a tensor of the batch, or of the result of an operation without a rule."""
     return Shard(0) if value.shape and value.shape[0] == rows else REPLICATED
 

@@ -23,11 +23,13 @@ from piper.capture.shard.placements import (
     Routed,
     RowRole,
     ShardedSections,
+    TensorPlacement,
     is_shard,
+    moved_as,
     plain,
 )
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.ir.collectives import Move, Placement, move_between, packing, unpacking
+from piper.ir.collectives import Move, move_between, packing, unpacking
 from piper.ir.shards import AxisPlacement, Redistribution
 
 aten = torch.ops.aten
@@ -95,7 +97,7 @@ class LocalGraph:
         self,
         local: fx.Node,
         made: LocalLayout,
-        wanted: Placement,
+        wanted: TensorPlacement,
         *,
         before: bool,
         after: bool,
@@ -211,12 +213,15 @@ class LocalGraph:
             return target(*fakes[0], **fakes[1])
 
 
-def _moves(made: Placement, wanted: Placement, sharded: bool) -> tuple[Move, Move]:
+def _moves(made: TensorPlacement, wanted: TensorPlacement, sharded: bool) -> tuple[Move, Move]:
     """The move of a value, and of its gradient back. If the reader computes on shards, its gradient
     of a replicated value is a partial sum."""
     back = Partial() if sharded and wanted == REPLICATED else wanted
     taken = REPLICATED if isinstance(made, Partial) else made
-    return move_between(made, wanted), move_between(back, taken)
+    return (
+        move_between(moved_as(made), moved_as(wanted)),
+        move_between(moved_as(back), moved_as(taken)),
+    )
 
 
 def _moved(x: Tensor, move: Move, ways: int) -> Tensor:

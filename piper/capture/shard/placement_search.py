@@ -15,13 +15,18 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
 from piper.capture.intercept.autograd_functions import FunctionCall
-from piper.capture.shard.placements import REPLICATED, ShardedSections, alike, plain
+from piper.capture.shard.placements import (
+    REPLICATED,
+    ShardedSections,
+    TensorPlacement,
+    alike,
+    plain,
+)
 from piper.capture.shard.rewrites.routing import routed
 from piper.capture.shard.rewrites.table import REWRITES, Form
 from piper.capture.shard.rewrites.views import VIEWS, viewed
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
-from piper.ir.collectives import Placement
 
 aten = torch.ops.aten
 SUM, MEAN = Partial(), Partial("avg")
@@ -59,7 +64,7 @@ class Placing:
         self,
         rules: Rules,
         axis: ShardAxis,
-        resolved: Callable[[Tensor], Placement],
+        resolved: Callable[[Tensor], TensorPlacement],
         *,
         routing: bool = False,
     ) -> None:
@@ -112,7 +117,7 @@ class Placing:
         """The cheapest input placements for which there is a rule; among equals, the ones that
         shard most."""
         choices = [self._choices(x, placement) for x, placement in now.items()]
-        rows: Iterable[Sequence[Placement]] = itertools.product(*choices)
+        rows: Iterable[Sequence[TensorPlacement]] = itertools.product(*choices)
         if math.prod(map(len, choices)) > _COMBINED:
             several = dict.fromkeys(itertools.chain.from_iterable(choices))
             rows = [[p if p in own else own[0] for own in choices] for p in several]
@@ -131,7 +136,7 @@ class Placing:
         needs = dict.fromkeys(node.all_input_nodes, REPLICATED)
         return Form(needs, alike(node.meta["val"], REPLICATED))
 
-    def _choices(self, x: fx.Node, now: Placement) -> list[Placement]:
+    def _choices(self, x: fx.Node, now: TensorPlacement) -> list[TensorPlacement]:
         whole = x.meta["val"]
         fixed = x in self.fixed and (now != REPLICATED or len(whole.shape) > 1)
         if fixed or not isinstance(whole, Tensor):
@@ -143,13 +148,15 @@ class Placing:
         ]
         return list(dict.fromkeys([now, REPLICATED, *map(Shard, dims)]))
 
-    def _costs(self, now: dict[fx.Node, Any], row: Sequence[Placement]) -> tuple[int, int, int]:
+    def _costs(
+        self, now: dict[fx.Node, Any], row: Sequence[TensorPlacement]
+    ) -> tuple[int, int, int]:
         """Bytes; then replicated inputs; then inputs sharded by rows: these would be redistributed
         to sharded heads before the product that merges heads, where they may be wider."""
         total = sum(self._cost(x, p) for x, p in zip(now, row, strict=True))
         return total, sum(p == REPLICATED for p in row), sum(p == Shard(0) for p in row)
 
-    def _cost(self, x: fx.Node, placement: Placement) -> int:
+    def _cost(self, x: fx.Node, placement: TensorPlacement) -> int:
         """Bytes communicated, in forward and backward, to read a value in ``placement``."""
         made, whole = self._summed(x, self.made[x]), x.meta["val"]
         if made == placement or not isinstance(whole, Tensor) or x in self.free:

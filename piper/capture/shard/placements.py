@@ -7,12 +7,13 @@ from enum import Enum
 from typing import Any, TypeGuard
 
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from piper.ir.collectives import Placement
+from piper.ir.collectives import PartialSum, Placement, Replicated, Sharded
 
-PartPlacement = Placement | _StridedShard
+TensorPlacement = Shard | Replicate | Partial
+PartPlacement = TensorPlacement | _StridedShard
 """Of one tensor. A strided shard has a part of each of ``split_factor`` equal sections."""
 Placements = PartPlacement | tuple["Placements | None", ...]
 """Of one tensor, or of each result of an operation."""
@@ -94,14 +95,25 @@ def is_shard(placement: object) -> TypeGuard[Shard | _StridedShard | ShardedSect
     return isinstance(placement, (*SHARDED, ShardedSections))
 
 
-def plain(placement: LocalLayout) -> Placement:
-    """The placement as collectives know it."""
+def plain(placement: LocalLayout) -> TensorPlacement:
+    """The placement without the order of rows or sections."""
     if isinstance(placement, ShardedSections | Routed | _StridedShard):
         return Shard(placement.dim)
     return placement
 
 
-def alike(whole: Any, placement: Placement) -> Any:
+def moved_as(placement: TensorPlacement) -> Placement:
+    """The placement as collectives know it."""
+    match placement:
+        case Shard():
+            return Sharded(placement.dim)
+        case Partial():
+            return PartialSum()
+        case Replicate():
+            return Replicated()
+
+
+def alike(whole: Any, placement: TensorPlacement) -> Any:
     """``placement`` for a tensor, or for each of several."""
     if isinstance(whole, list | tuple):
         return tuple(placement if isinstance(x, Tensor) else None for x in whole)

@@ -34,13 +34,13 @@ from piper.capture.shard.placements import (
     LocalLayout,
     Routed,
     ShardedSections,
+    TensorPlacement,
     is_shard,
 )
 from piper.capture.shard.resizing import resized
 from piper.capture.shard.rewrites.graph_rewrites import rewritten
 from piper.capture.shard.rewrites.routing import UnroutedError
 from piper.capture.shard.rewrites.table import Form
-from piper.ir.collectives import Placement
 from piper.ir.shards import Draw, Gathered, Redistribution
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ def propagate(
     body: Body,
     placing: Placing,
     given: Sequence[LocalLayout],
-    wanted: Sequence[Placement | None],
+    wanted: Sequence[TensorPlacement | None],
     split: Sequence[int | None],
     name: str,
 ) -> Local:
@@ -171,7 +171,7 @@ class _Propagation:
     def note(self, node: fx.Node) -> None:
         """Record the placement of ``node`` on its local value."""
         made = self._made[node]
-        if isinstance(made, Placement | ShardedSections | Routed):
+        if isinstance(made, TensorPlacement | ShardedSections | Routed):
             self._out.placed(self._local[node], made, node)
             self._note_free(node)
 
@@ -184,7 +184,7 @@ class _Propagation:
         if plain and known and not free.isdisjoint(read):
             free.add(node)
 
-    def _of_whole(self, node: fx.Node, placement: Placement) -> fx.Node:
+    def _of_whole(self, node: fx.Node, placement: TensorPlacement) -> fx.Node:
         """``node`` in ``placement``, from the whole that every device computes for itself."""
         if isinstance(placement, Shard):
             return self._out.slice(self._of_whole(node, REPLICATED), placement.dim)
@@ -266,7 +266,7 @@ class _Propagation:
         return self._out.positions(self.rank(), size)
 
     def moved(
-        self, local: fx.Node, made: Placement, wanted: Placement, *, sharded: bool
+        self, local: fx.Node, made: TensorPlacement, wanted: TensorPlacement, *, sharded: bool
     ) -> fx.Node:
         return self._out.redistributed(local, made, wanted, before=True, after=sharded)
 
@@ -290,7 +290,7 @@ class _Propagation:
             return local  # a sharded computation's replicated result has no gradient
         key = node, placement, sharded
         if key not in self._forms:
-            if node in self._placing.free and isinstance(placement, Placement):
+            if node in self._placing.free and isinstance(placement, TensorPlacement):
                 self._forms[key] = self._of_whole(node, placement)
             elif _other_sections(made, placement):
                 whole = self._form(node, REPLICATED, sharded)
@@ -360,7 +360,7 @@ class _Propagation:
                     f"{node.target} makes {list(value.shape)} there, not {list(shape)}"
                 )
 
-    def finished(self, wanted: Sequence[Placement | None]) -> Local:
+    def finished(self, wanted: Sequence[TensorPlacement | None]) -> Local:
         ends = pytree.tree_leaves(self._source.output_node().args[0])
         placements = [
             self._natural(node) if placement is None else placement

@@ -32,12 +32,13 @@ from piper.capture.shard.placements import (
     Routed,
     RowRole,
     ShardedSections,
+    TensorPlacement,
 )
 from piper.capture.shard.propagate import Local, propagate
 from piper.capture.shard.rewrites.routing import UnroutedError
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
-from piper.ir.collectives import Move, Placement
+from piper.ir.collectives import Move
 from piper.ir.shards import AxisPlacement, Draws
 from piper.ir.tensors import TensorSpec
 
@@ -116,7 +117,7 @@ class _Segmenter:
                     values.update(chunk.inputs)
         return frozenset(values)
 
-    def _wanted(self, value: int, sharding: Sharding) -> Placement | None:
+    def _wanted(self, value: int, sharding: Sharding) -> TensorPlacement | None:
         """The placement that a value must have along the axis of ``sharding``; None, open, if all
         its readers are sharded in the same way."""
         if value in (self._cut.loss, self._cut.count, *self._cut.outputs):
@@ -250,7 +251,7 @@ class _Segmenter:
                 edge = replace(edge, order=orders.index(edge.order))
             given.append(edge)
         split = tuple(self._split(value, sharding) for value in chunk.inputs)
-        wanted: list[Placement | None] = [self._wanted(v, sharding) for v in chunk.outputs]
+        wanted: list[TensorPlacement | None] = [self._wanted(v, sharding) for v in chunk.outputs]
         wanted += [REPLICATED] * len(chunk.updates)
         local = self._propagated(chunk, sharding, given, wanted, split)
         kept = [
@@ -262,7 +263,9 @@ class _Segmenter:
             local = self._propagated(chunk, sharding, given, wanted, split)
         return local
 
-    def _beside_parts(self, value: int, placement: LocalLayout, parts: int) -> Placement | None:
+    def _beside_parts(
+        self, value: int, placement: LocalLayout, parts: int
+    ) -> TensorPlacement | None:
         """Another placement for a value that is sharded along dimension 0, if this indexes the
         parts that a redistribution along another axis sends: every device has all parts."""
         if placement != Shard(0) or value not in self._in_parts:
@@ -277,7 +280,7 @@ class _Segmenter:
         chunk: Chunk,
         sharding: Sharding,
         given: list[LocalLayout],
-        wanted: list[Placement | None],
+        wanted: list[TensorPlacement | None],
         split: tuple[int | None, ...],
     ) -> Local:
         axis = _axis(sharding)
@@ -312,10 +315,10 @@ def _axis(sharding: Sharding) -> ShardAxis:
     return ShardAxis(sharding.axis, sharding.ways, sharding.context)
 
 
-def _resolved(sequence: int | None, ways: int) -> Callable[[Tensor | TensorSpec], Placement]:
+def _resolved(sequence: int | None, ways: int) -> Callable[[Tensor | TensorSpec], TensorPlacement]:
     """The placement of a reduced partial sum: sharded along ``sequence`` if possible."""
 
-    def placement(x: Tensor | TensorSpec) -> Placement:
+    def placement(x: Tensor | TensorSpec) -> TensorPlacement:
         if sequence is None or not x.dtype.is_floating_point:
             return REPLICATED
         if len(x.shape) <= sequence + 1 or x.shape[sequence] % ways:

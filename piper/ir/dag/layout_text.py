@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from msgspec import structs
-from torch.distributed.tensor import Partial, Replicate, Shard
 
-from piper.ir.collectives import Placement
+from piper.ir.collectives import PartialSum, Placement, Replicated, Sharded
 from piper.ir.dag.dag import Dag, Node, group_text, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import Role
@@ -87,17 +86,17 @@ def _of_node(dag: Dag, model: Model, node: Node) -> Iterator[LayoutLine]:
 def _gradients(dag: Dag, model: Model, node: Node, number: int) -> Iterator[LayoutLine]:
     """The gradients of a chunk's parameters: one line for all with the same layout."""
     chunk = node.compute.chunk
-    layout = _rows(node, Partial())
+    layout = _rows(node, PartialSum())
     if (rule := dag.shards.get(chunk)) is not None:
-        layout = _experts(node, rule, Partial(), rule.dim)
+        layout = _experts(node, rule, PartialSum(), rule.dim)
     several: dict[str, Layout] = {}
     for name in model.chunks[chunk].parameters:
         along: dict[str, Placement] = {}
         for segment in model.chunks[chunk].segments:
             if (shard := segment.parameters.get(name)) is not None:
-                along[segment.axis] = Shard(shard.dim)
+                along[segment.axis] = Sharded(shard.dim)
             elif segment.sharded:
-                along[segment.axis] = Partial()
+                along[segment.axis] = PartialSum()
         several.setdefault(str(own := layout.along(**along)), own)
     for own in several.values():
         yield LayoutLine(f"dw{chunk} {region_of(dag, chunk)}", number, node.devices, own)
@@ -109,14 +108,14 @@ def _tensor(dag: Dag, model: Model, node: Node, number: int) -> LayoutLine:
     letter = "x" if value.role is Role.BATCH else "v"
     name = f"{letter}{value.of} {facts.name} {list(facts.shape)}"
     if value.of in (model.loss, model.count):
-        return LayoutLine(name, number, node.devices, _rows(node, Partial()))
-    across: Placement = Replicate() if facts.rows is None else Shard(facts.rows)
+        return LayoutLine(name, number, node.devices, _rows(node, PartialSum()))
+    across: Placement = Replicated() if facts.rows is None else Sharded(facts.rows)
     chunk = node.compute.chunk
     if (rule := dag.shards.get(chunk)) is not None and value.role is Role.ACTIVATION:
         layout = _experts(node, rule, across, 0)
         return LayoutLine(f"{name} in {region_of(dag, chunk)}", number, node.devices, layout)
     layout = _rows(node, across).along(
-        **{p.axis: Partial() if p.dim is None else Shard(p.dim) for p in facts.placements}
+        **{p.axis: PartialSum() if p.dim is None else Sharded(p.dim) for p in facts.placements}
     )
     return LayoutLine(name, number, node.devices, layout)
 
@@ -126,7 +125,7 @@ def _rows(node: Node, across: Placement) -> Layout:
     others."""
     mesh = node.mesh or Mesh(node.devices, dp=len(node.devices))
     sizes = itertools.accumulate((size for _, size in mesh.axes), operator.mul)
-    return Layout(mesh, tuple(across if size <= node.parts else Replicate() for size in sizes))
+    return Layout(mesh, tuple(across if size <= node.parts else Replicated() for size in sizes))
 
 
 def _experts(node: Node, rule: ShardRule, across: Placement, dim: int) -> Layout:
@@ -135,4 +134,4 @@ def _experts(node: Node, rule: ShardRule, across: Placement, dim: int) -> Layout
     axes = [n for n, size in mesh.axes if (size, mesh.stride(n)) == (rule.ways, rule.stride)]
     if not axes:
         mesh, axes = rule.mesh(node.devices), ["ep"]
-    return _rows(structs.replace(node, mesh=mesh), across).along(**{axes[0]: Shard(dim)})
+    return _rows(structs.replace(node, mesh=mesh), across).along(**{axes[0]: Sharded(dim)})

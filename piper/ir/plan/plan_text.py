@@ -25,11 +25,10 @@ from contextlib import contextmanager
 from itertools import chain, groupby
 
 import torch
-from torch.distributed.tensor import Shard
 
 from piper.base.errors import PiperError
 from piper.base.reading import DTYPES, cut, shown
-from piper.ir.collectives import COLLECTIVES, ENDS, Placement
+from piper.ir.collectives import COLLECTIVES, ENDS, Placement, Sharded
 from piper.ir.dag.values import Content
 from piper.ir.grouped import grouped
 from piper.ir.ops import Add, Collective, Compute, Copy, Op, Select, Transfer, Update
@@ -54,7 +53,7 @@ _HEAD = "plan of devices "
 _MOST = 10**6
 """The most numbers that a range may stand for."""
 _DIGITS = 18
-_PLACEMENTS: Mapping[str, Placement] = {str(x): x for x in (*chain(*ENDS.values()), Shard(1))}
+_PLACEMENTS: Mapping[str, Placement] = {str(x): x for x in (*chain(*ENDS.values()), Sharded(1))}
 
 
 def text(plan: PlanParts) -> str:

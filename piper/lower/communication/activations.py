@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from msgspec import structs
-from torch.distributed.tensor import Shard
 
 from piper.base.errors import DirectiveError
+from piper.ir.collectives import Sharded
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import MOVED, Content, Extra
@@ -26,7 +26,7 @@ from piper.ir.rules import ShardRule
 from piper.lower.communication.sorted_rows import SortedValues
 from piper.lower.rewriter import Rewriter
 
-_BY_ROWS, _BY_EXPERT = Shard(1), Shard(0)
+_BY_ROWS, _BY_EXPERT = Sharded(1), Sharded(0)
 """The layouts of rows where they are made, and where their experts are."""
 
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msgspec import structs
-from torch.distributed.tensor import Replicate
 
-from piper.ir.collectives import ENDS, Move
+from piper.ir.collectives import ENDS, Move, Replicated
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.values import Content, Extra
 from piper.ir.equal_numbers import EqualNumbers
@@ -78,7 +77,7 @@ def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
             gather = nodes[maker]
             if (value, op.chunk) not in again:
                 again[value, op.chunk] = made = dag.first_extra + len(dag.extra) + len(extra)
-                extra.append(Extra(Content.VALUE, value, Replicate(), node.parts))
+                extra.append(Extra(Content.VALUE, value, Replicated(), node.parts))
                 before = tuple(n for n in dag.predecessors(number) if not _is_forward(dag.nodes[n]))
                 nodes[len(dag.nodes) + len(extra)] = structs.replace(
                     gather,

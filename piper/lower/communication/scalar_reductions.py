@@ -11,8 +11,8 @@ clipped. The norm is computed before the updates if gradients are clipped, other
 from __future__ import annotations
 
 from msgspec import structs
-from torch.distributed.tensor import Partial, Replicate
 
+from piper.ir.collectives import PartialSum, Replicated
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.values import Content, Extra
 from piper.ir.ops import Collective, Group, Update
@@ -66,6 +66,6 @@ def _losses(dag: Dag) -> list[int]:
 def _all_reduce(
     out: Rewriter, content: Content, everyone: Group, reads: list[int], of: int = 0
 ) -> int:
-    op = Collective(Partial(), Replicate(), (everyone,))
+    op = Collective(PartialSum(), Replicated(), (everyone,))
     made = out.value(Extra(content, of, op.after))
     return out.add(op, made, devices=everyone, stream=STREAM, reads=reads, made_by=0)

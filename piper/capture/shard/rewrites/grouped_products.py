@@ -11,13 +11,12 @@ from torch import fx
 from torch.distributed.tensor import Partial, Shard
 
 from piper.capture.operators.grouped_mm import EXPERT_OFFSETS, EXPERT_ROWS, GROUPED_MM
-from piper.capture.shard.placements import REPLICATED
+from piper.capture.shard.placements import REPLICATED, TensorPlacement
 from piper.capture.shard.rewrites.table import Form, rewrite
 from piper.capture.shard.shard_axis import PartAxis, ShardAxis
-from piper.ir.collectives import Placement
 
 _FIRST = Shard(0)
-_Row = tuple[list[Placement], Placement]
+_Row = tuple[list[TensorPlacement], TensorPlacement]
 _PLACEMENTS: Mapping[tuple[PartAxis | None, object], list[_Row]] = {
     (None, GROUPED_MM): [
         ([REPLICATED, Shard(2), REPLICATED], Shard(1)),

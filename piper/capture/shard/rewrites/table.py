@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from piper.capture.shard.placements import TensorPlacement
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.ir.collectives import Placement
 
 
 class Share(Protocol):
@@ -37,7 +37,7 @@ class Share(Protocol):
         ...
 
     def moved(
-        self, local: fx.Node, made: Placement, wanted: Placement, *, sharded: bool
+        self, local: fx.Node, made: TensorPlacement, wanted: TensorPlacement, *, sharded: bool
     ) -> fx.Node:
         """A local value in another layout, for a reader that computes on shards or not."""
         ...
