@@ -138,9 +138,8 @@ class Ours:
     """A step of Piper's executor."""
 
     def __init__(self, model: Model, microbatches: int, x: Tensor, y: Tensor) -> None:
-        from piper.launch.device.device_programs import device_programs
+        from piper.launch.device.device_programs import device_programs, first_weights
         from piper.launch.device.loaded_device import LoadedDevice
-        from piper.launch.device.weight_readers import FirstWeights
         from piper.runtime.comm.loopback import Hub, Loopback
         from piper.runtime.feeding import cut
         from piper.state.device.device_state import DeviceState
@@ -150,7 +149,7 @@ class Ours:
         self.runners = Timed(program.compiler)
         comm = Loopback(Hub(accelerator=False), 0)
         mine = device_programs(program)(0)
-        state = DeviceState(mine, program.device, FirstWeights.of(program))
+        state = DeviceState(mine, program.device, first_weights(program))
         self.device = LoadedDevice(mine, state, comm, self.runners)
         plan = program.plan_of(0)
         loaded = self.device._training

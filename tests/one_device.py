@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from piper.base.errors import PiperError
 from piper.capture.batch import strided_like
-from piper.capture.blame import LOSS_PREFIX
 from piper.capture.chunk.chunks import Chunk
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.code.codegen import Runner
 from piper.capture.model import Captured
+from piper.ir.dag.facts import LOSS_PREFIX
 from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
 from piper.runtime.draw_seeds import fold, seeded

@@ -1,12 +1,28 @@
-"""Turns off the caller's torch modes, so that a step computes the same in the caller's process as
-in worker processes, which have none of these modes."""
+"""The precision of a step. Torch's modes of the caller are turned off, so that a step computes the
+same in the caller's process as in worker processes, which have none of these modes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 
 import torch
+
+
+class Precision(Enum):
+    """The precision that a step computes in."""
+
+    FP32 = "fp32"
+    """The model's own precision."""
+    BF16 = "bf16"
+    """bf16, with fp32 weights for the optimizer."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that parameters and inputs are cast to; None keeps their own."""
+        return torch.bfloat16 if self is Precision.BF16 else None
+
 
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from piper.base.errors import CaptureError
+from piper.ir.dag.facts import LOSS_PREFIX
 
 _DATA_DEPENDENT = (
     GuardOnDataDependentSymNode,
@@ -35,7 +36,6 @@ _HOMES = [Path(p).parent for p in (torch.__file__, __file__)]
 _OURS = tuple(f"{home}/" for p in _HOMES for home in (p, p.resolve()))
 _STDLIB = sysconfig.get_path("stdlib") + "/"
 _FLEX = str(Path(torch.__file__).parent / "nn" / "attention" / "flex_attention.py")
-LOSS_PREFIX = "loss:"
 LINE = "piper.line"
 """The metadata key of the user's line that called an operation."""
 
@@ -146,7 +146,7 @@ def lines_of(node: fx.Node) -> str:
 
 def user_name(target: str, names: dict[str, str]) -> str:
     """The path of an exported tensor in the user's model; a tied tensor has its first path. A
-    tensor of the loss gets ``LOSS_PREFIX``, which no path in a model has."""
+    tensor of the loss gets ``LOSS_PREFIX``."""
     path = names.get(target, target)
     if path.startswith("loss_fn."):
         return LOSS_PREFIX + path.removeprefix("loss_fn.")

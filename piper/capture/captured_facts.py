@@ -15,7 +15,7 @@ from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.split_passes import Passes
 from piper.capture.code.chunk_program import ChunkProgram, Function
-from piper.capture.code.executables import ChunkSignature, parameter_specs
+from piper.capture.code.executables import ChunkSignature
 from piper.capture.graphs import base_of, returned, workspace
 from piper.capture.model import Captured
 from piper.ir.dag.facts import (
@@ -103,7 +103,7 @@ def facts_of(
         flops=captured.microbatches * sum(map(_flops, chunks)),
         **of_state(
             list(zip(captured.chunks, captured.programs, strict=True)),
-            parameter_specs(captured),
+            captured.parameters,
             captured.master,
         ),
     )

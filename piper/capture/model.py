@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from piper.base.errors import CaptureError
-from piper.base.modes import autocast_kinds
+from piper.base.modes import Precision, autocast_kinds
 from piper.base.units import class_text
 from piper.capture.batch import Batch, OutputTree
-from piper.capture.blame import LOSS_PREFIX
 from piper.capture.chunk.autodiff import differentiate
 from piper.capture.chunk.chunks import Chunk, Cut, refuse_empty
 from piper.capture.chunk.cut import cut
@@ -41,22 +39,9 @@ from piper.capture.shard.segments import segmented
 from piper.capture.trace.computation import Computation
 from piper.capture.trace.export import export, trace_text
 from piper.capture.trace.quiet import quiet_tracing
+from piper.ir.dag.facts import LOSS_PREFIX
 from piper.ir.passes import Kind, Ref, RematPolicy
 from piper.ir.tensors import TensorSpec
-
-
-class Precision(Enum):
-    """The precision that a step computes in."""
-
-    FP32 = "fp32"
-    """The model's own precision."""
-    BF16 = "bf16"
-    """bf16, with fp32 weights for the optimizer."""
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype that parameters and inputs are cast to; None keeps their own."""
-        return torch.bfloat16 if self is Precision.BF16 else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +88,22 @@ class Captured:
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         return self.cut.chunks
+
+    @property
+    def parameters(self) -> dict[str, TensorSpec]:
+        """The specs of the unsharded parameters, by name."""
+        return {
+            name: self.whole.get(name) or program.specs[Ref(Kind.PARAMETER, i)]
+            for chunk, program in zip(self.chunks, self.programs, strict=True)
+            for i, name in enumerate(chunk.parameters)
+        }
+
+    @property
+    def outputs(self) -> dict[str, int]:
+        """The values reported beside the loss, by name."""
+        if self.output_tree.spec is None:
+            return {}
+        return dict(self.output_tree.put(self.cut.outputs))
 
     def sharded(self, shardings: Mapping[int, Sequence[Sharding]], passes: Passes) -> Captured:
         """The same model under tensor or context parallelism: each chunk in ``shardings`` becomes

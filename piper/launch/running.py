@@ -15,9 +15,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from piper.launch.device.device import WorkerDevice
-from piper.launch.device.device_programs import device_programs
+from piper.launch.device.device_programs import device_programs, first_weights
 from piper.launch.device.report import ProfileKind, Report
-from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.device.worker_group import BatchRows, Each, WorkerGroup, answers_of_all, everyone
 from piper.program.program import Program
 from piper.state.checkpoint.slices import Slice
@@ -25,7 +24,7 @@ from piper.state.checkpoint.slices import Slice
 
 def start(group: WorkerGroup, program: Program) -> None:
     """Load the program on the devices of ``group``, with its initial weights."""
-    weights, agreement = FirstWeights.of(program), group.agreement
+    weights, agreement = first_weights(program), group.agreement
     if agreement is not None:
         agreement.agree_on(program)
     group.seat(program.devices, program.device)

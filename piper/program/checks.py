@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import torch
 
+from piper.base.modes import Precision
 from piper.base.reading import MalformedError, shown, within
 from piper.capture.captured_facts import ends_of, of_signature, of_state
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import Eager
 from piper.capture.code.executables import ChunkSignature, Executables
-from piper.capture.model import Precision
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Model
 from piper.ir.passes import Kind, Ref

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from piper.base.errors import PiperError
-from piper.capture.model import Precision
+from piper.base.modes import Precision
 from piper.cost.cluster import Cluster
 from piper.cost.tasks import CostModel
 from piper.program.compile.compile_arguments import CompileArguments

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 import piper
 from piper import PiperError, annotate, place, replicate
 from piper.base.tracking import Tracker
-from piper.launch.device.device_programs import device_programs
-from piper.launch.device.weight_readers import FirstWeights
+from piper.launch.device.device_programs import device_programs, first_weights
 from piper.state.checkpoint import tensor_files as files
 from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.device.device_state import DeviceState
@@ -141,7 +140,7 @@ def test_a_device_reads_and_holds_its_shard_alone(
     for device in program.devices:
         with Tracker() as tracker:
             made = DeviceState(
-                device_programs(program)(device), program.device, FirstWeights.of(program)
+                device_programs(program)(device), program.device, first_weights(program)
             )
         share = sum(held.flat.nbytes for held in made.held.values())
         assert share <= total / 4 + 4096

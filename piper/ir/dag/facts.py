@@ -15,6 +15,9 @@ from piper.ir.passes import Pass, Ref, RematPolicy
 from piper.ir.shards import AxisPlacement, Gathered, Segment, SortedRows
 from piper.ir.tensors import TensorSpec
 
+LOSS_PREFIX = "loss:"
+"""The start of the names of the loss's own tensors, which no path in a model has."""
+
 
 @dataclass(frozen=True, slots=True)
 class PassFacts:

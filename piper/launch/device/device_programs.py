@@ -1,5 +1,5 @@
 """What each device gets of a program: its own plans, the executables that they run, and the buckets
-of which it has a part."""
+of which it has a part; and the initial weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+from torch import Tensor
+
+from piper.base.errors import PiperError
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.executables import Executables
 from piper.ir.ops import Compute
 from piper.ir.plan.plan import Plan
+from piper.launch.device.weight_readers import FirstWeights
 from piper.program.compiled import Step
 from piper.program.program import Program
 from piper.state.device_program import DeviceProgram, buffers_of
+from piper.state.weights.first_buffers import computed_buffer
+from piper.state.weights.source import Source
+from piper.state.weights.weight_files import WeightFiles
 
 _NOTHING = ChunkProgram({}, {})
 """The program of chunks that other devices run."""
@@ -79,3 +86,34 @@ def _own(step: Step, device: int) -> tuple[Plan, Executables]:
         parameters={},
         totals=None,
     )
+
+
+def first_weights(program: Program) -> FirstWeights:
+    """The readers of the program's initial weights."""
+    source = program.source
+    if source is None:
+        raise PiperError(
+            "this program was loaded without weights: give source= to Program.load, for "
+            "instance piper.Source(model)"
+        )
+    tensors = {**dict(source.parameters()), **dict(source.buffers())}
+    seed = program.training.seed
+    if not isinstance(source.init, WeightFiles):
+        return FirstWeights(tensors, source.init, {}, seed)
+    located = program.located or {}
+    for name in located:
+        tensors[name] = tensors[name].detach().to("meta")
+    init = source.init.init
+    if init is None:
+        tensors |= _computed(source, tensors.keys() - located.keys(), seed)
+    return FirstWeights(tensors, init, located, seed)
+
+
+def _computed(source: Source, names: set[str], seed: int) -> dict[str, Tensor]:
+    """The buffers among ``names`` that have no values yet, as their modules compute them."""
+    buffers = {}
+    for prefix, module in source.roots():
+        for path, buffer in module.named_buffers():
+            if prefix + path in names and buffer.is_meta:
+                buffers[prefix + path] = computed_buffer(module, path, prefix + path, seed)
+    return buffers

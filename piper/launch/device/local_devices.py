@@ -19,7 +19,6 @@ from piper.launch.device.device import Running, WorkerDevice
 from piper.launch.device.report import ProfileKind, Report
 from piper.launch.device.step_graph import StepGraph
 from piper.launch.device.torch_profiler import profiled
-from piper.launch.device.worker_group import BatchRows, Each
 from piper.runtime.uploads import Uploads
 
 COMPUTING = (WorkerDevice.step, WorkerDevice.profile, WorkerDevice.evaluate)
@@ -34,11 +33,16 @@ Drive = Callable[[Sequence[WorkerDevice], Sequence[Running]], list[Report]]
 """Runs the generators of all devices to their end, and returns their reports."""
 
 
+class PerDevice:
+    """An argument that differs between devices."""
+
+    def part(self, device: WorkerDevice) -> Any:
+        """The argument of a device of this process."""
+        raise NotImplementedError
+
+
 def _argument(given: Any, device: WorkerDevice) -> Any:
-    """The argument of one device."""
-    if isinstance(given, Each):
-        return given.of(device.number)
-    return given.of_loaded(device.loaded.program) if isinstance(given, BatchRows) else given
+    return given.part(device) if isinstance(given, PerDevice) else given
 
 
 class LocalDevices:

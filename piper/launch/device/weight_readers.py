@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError
-from piper.program.program import Program
-from piper.state.weights.first_buffers import computed_buffer
 from piper.state.weights.first_tensors import FirstTensor
-from piper.state.weights.source import Source, materialised
-from piper.state.weights.weight_files import Init, WeightFiles
+from piper.state.weights.source import materialised
+from piper.state.weights.weight_files import Init
 
 
 @dataclass(frozen=True)
@@ -29,26 +27,6 @@ class FirstWeights:
     located: Mapping[str, FirstTensor]
     """Those in files."""
     seed: int
-
-    @staticmethod
-    def of(program: Program) -> FirstWeights:
-        source = program.source
-        if source is None:
-            raise PiperError(
-                "this program was loaded without weights: give source= to Program.load, for "
-                "instance piper.Source(model)"
-            )
-        tensors = {**dict(source.parameters()), **dict(source.buffers())}
-        seed = program.training.seed
-        if not isinstance(source.init, WeightFiles):
-            return FirstWeights(tensors, source.init, {}, seed)
-        located = program.located or {}
-        for name in located:
-            tensors[name] = tensors[name].detach().to("meta")
-        init = source.init.init
-        if init is None:
-            tensors |= _computed(source, tensors.keys() - located.keys(), seed)
-        return FirstWeights(tensors, init, located, seed)
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -72,13 +50,3 @@ class FirstWeights:
         device = torch.device("cpu") if tensor.is_meta else tensor.device
         values = materialised(name, tensor, device, self.init, self.seed)
         return FirstTensor.in_memory(name, values)
-
-
-def _computed(source: Source, names: set[str], seed: int) -> dict[str, Tensor]:
-    """The buffers among ``names`` that have no values yet, as their modules compute them."""
-    buffers = {}
-    for prefix, module in source.roots():
-        for path, buffer in module.named_buffers():
-            if prefix + path in names and buffer.is_meta:
-                buffers[prefix + path] = computed_buffer(module, path, prefix + path, seed)
-    return buffers

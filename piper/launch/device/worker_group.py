@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from piper.launch.agreement import Agreement
+from piper.launch.device.device import WorkerDevice
+from piper.launch.device.local_devices import PerDevice
 from piper.program.program import Program
 from piper.runtime.feeding import cut
-from piper.state.device_program import DeviceProgram
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ class OneTrainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Each:
+class Each(PerDevice):
     """An argument that differs between devices. If several processes have a trainer, all get
     theirs from rank 0."""
 
@@ -99,9 +100,12 @@ class Each:
     own: Any = None
     """A part of the argument that every process has itself, so that it is not sent."""
 
+    def part(self, device: WorkerDevice) -> Any:
+        return self.of(device.number)
+
 
 @dataclass(frozen=True, slots=True)
-class BatchRows:
+class BatchRows(PerDevice):
     """The rows of a batch for each device, in a training step or an evaluation."""
 
     program: Program
@@ -114,10 +118,9 @@ class BatchRows:
         step = self.program.steps[self.evaluated]
         return cut(step.plan_of(device), step.code, device, self.batch, self.numbers)
 
-    def of_loaded(self, program: DeviceProgram) -> list[Tensor]:
-        """The same, in a process that knows this device's part of the program alone."""
-        plan, code = program.steps[self.evaluated]
-        return cut(plan, code, program.device, self.batch, self.numbers)
+    def part(self, device: WorkerDevice) -> list[Tensor]:
+        plan, code = device.loaded.program.steps[self.evaluated]
+        return cut(plan, code, device.number, self.batch, self.numbers)
 
 
 def everyone(group: WorkerGroup, mine: Any) -> list[Any]:

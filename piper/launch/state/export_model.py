@@ -16,7 +16,7 @@ from torch import Tensor
 from piper.base.atomic import Staged, stage
 from piper.base.errors import PiperError
 from piper.base.paths import path_of
-from piper.capture.blame import LOSS_PREFIX
+from piper.ir.dag.facts import LOSS_PREFIX
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.report import Refusal
 from piper.launch.device.worker_group import WorkerGroup, answers_of_all, joined

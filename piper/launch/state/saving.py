@@ -20,8 +20,8 @@ from piper.base.atomic import Staged, stage
 from piper.base.errors import PiperError, warn
 from piper.base.reading import MalformedError, file_bytes
 from piper.launch.device.device import WorkerDevice
+from piper.launch.device.device_programs import first_weights
 from piper.launch.device.report import Refusal
-from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.device.worker_group import WorkerGroup, answers_of_all, everyone, joined
 from piper.launch.state.state_checks import check_index
 from piper.program.program import Program
@@ -61,7 +61,7 @@ def tensor_of(
 
 def known_or_first(program: Program, known: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
     """A function from a tensor's first name to its value in ``known``, or else its initial one."""
-    fetch = cache(lambda: FirstWeights.of(program))
+    fetch = cache(lambda: first_weights(program))
     return lambda name: known[name] if name in known else fetch()(name).whole()
 
 
@@ -144,7 +144,7 @@ def _write_rest(
     """Write the tensors of the model that no device wrote."""
     there = {one.name for part in parts for one in part.slices if one.table == MODEL}
     names = [n for n in dict.fromkeys(program.names.keys.values()) if n not in there]
-    tensors = FirstWeights.of(program).tensors if names else {}
+    tensors = first_weights(program).tensors if names else {}
     find = known_or_first(program, rest)
     slices = []
     for name in names:

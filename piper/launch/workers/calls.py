@@ -1,14 +1,22 @@
-"""The messages between a worker and its parent process. Tensors are sent by value."""
+"""The messages between a worker and its parent process, and how a worker restores what
+``pickling.py`` sends. Tensors are sent by value."""
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import cloudpickle
+import torch
+
+from piper.capture.code.chunk_program import ChunkProgram
+from piper.capture.code.serialize import program_from_json
 from piper.launch.launch_options import WorkerOptions
+from piper.launch.workers.custom_ops import define
 from piper.runtime.torch_flags import Flags
 
 
@@ -58,3 +66,19 @@ def send(connection: Connection, message: Any) -> None:
 
 def receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
+
+
+def unpacked(modules: tuple[str, ...], script: str | None, content: bytes) -> Any:
+    """An item that was pickled by value, once the operations that it uses are defined."""
+    define(modules, script)
+    return cloudpickle.loads(content)
+
+
+def program(content: bytes, kind: torch.device) -> ChunkProgram:
+    """A chunk's program from its plain data."""
+    return program_from_json(pickle.loads(content), kind)
+
+
+def found(module: str, name: str) -> Any:
+    """What a module has under ``name``."""
+    return getattr(importlib.import_module(module), name)

@@ -4,7 +4,6 @@ chunks as plain data, with the modules that define their operations."""
 from __future__ import annotations
 
 import builtins
-import importlib
 import io
 import pickle
 import sys
@@ -18,11 +17,12 @@ import torch
 
 from piper.base.errors import PiperError
 from piper.capture.code.chunk_program import ChunkProgram
-from piper.capture.code.serialize import program_from_json, program_to_json
+from piper.capture.code.serialize import program_to_json
 from piper.ir.plan.plan import Plan
 from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.device.worker_group import BatchRows, Each
-from piper.launch.workers.custom_ops import define, defining_modules
+from piper.launch.workers.calls import found, program, unpacked
+from piper.launch.workers.custom_ops import defining_modules
 from piper.state.device_program import DeviceProgram
 
 
@@ -70,12 +70,7 @@ class _Packed:
             raise PiperError(
                 f"optimizer=, scheduler= or init= cannot be sent to other processes: {error}"
             ) from error
-        return _unpacked, (modules, script, content)
-
-
-def _unpacked(modules: tuple[str, ...], script: str | None, content: bytes) -> Any:
-    define(modules, script)
-    return cloudpickle.loads(content)
+        return unpacked, (modules, script, content)
 
 
 def by_value(item: Any, pickled: Pickled | None = None, own: Any = None) -> bytes:
@@ -113,18 +108,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, ChunkProgram) and item.functions:
             content = self.pickled.of(item, lambda: program_to_json(item))
-            return _program, (content, self.kind)
+            return program, (content, self.kind)
         if isinstance(item, Plan):
             return pickle.loads, (self.pickled.of(item, lambda: item),)
         if isinstance(item, type) and item.__module__ == "builtins":
             name = item.__name__
             if getattr(builtins, name, None) is not item and item not in _NAMELESS:
-                return _found, (_home(item, name), name)
+                return found, (_home(item, name), name)
         return super().reducer_override(item)
-
-
-def _program(content: bytes, kind: torch.device) -> ChunkProgram:
-    return program_from_json(pickle.loads(content), kind)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -150,7 +141,3 @@ def _home(item: type, name: str) -> str:
             "inside the function that uses it"
         )
     return min(homes, key=lambda module: (module.count("."), module.startswith("_"), module))
-
-
-def _found(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -197,8 +198,6 @@ def _answer(connection: Connection, message: Any) -> None:
 
 
 def _failure(error: Exception) -> Failure:
-    import cloudpickle
-
     cause = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
     try:
         travels: bytes | None = cloudpickle.dumps(cause)

@@ -13,10 +13,10 @@ from piper.base.arguments import CompilerName
 from piper.base.errors import PiperError, warn
 from piper.base.modes import without_modes
 from piper.capture.batch import Batch
-from piper.capture.blame import LOSS_PREFIX
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss, loss_or_own, refuse_counted
 from piper.capture.model import check_model
+from piper.ir.dag.facts import LOSS_PREFIX
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.scheduler import SchedulerFactory, try_scheduler
 from piper.state.optimizer.training import Training

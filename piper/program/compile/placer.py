@@ -12,7 +12,8 @@ from piper.capture.chunk.donation import consume_inputs
 from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.split_passes import Passes
-from piper.capture.code.executables import Executables
+from piper.capture.code.chunk_program import ChunkProgram
+from piper.capture.code.executables import ChunkSignature, Executables
 from piper.capture.experts.batch_rows import Rows, rows_of
 from piper.capture.experts.share import trace_share, with_rows
 from piper.capture.model import Captured
@@ -106,7 +107,7 @@ class Placer:
             for n, c in captured.items()
         }
         facts_of_step = Facts(dag.model, _with_rows(models, rows))
-        return Placed(dag, facts_of_step, Executables.of(captured, programs))
+        return Placed(dag, facts_of_step, _executables(captured, programs))
 
     def _facts(
         self,
@@ -201,3 +202,25 @@ def _with_rows(models: Mapping[int, Model], rows: Mapping[int, Rows]) -> dict[in
         )
         for n, model in models.items()
     }
+
+
+def _executables(
+    captured: Mapping[int, Captured], programs: Mapping[int, tuple[ChunkProgram, ...]]
+) -> Executables:
+    """``programs`` with all else that a worker needs of the captured model."""
+    first = next(iter(captured.values()))
+    return Executables(
+        pieces=tuple(
+            ChunkSignature(c.name, c.parameters, c.buffers, c.updates, c.inputs, c.outputs, c.draws)
+            for c in first.chunks
+        ),
+        programs=programs,
+        values={n: tuple(v.spec for v in c.cut.values) for n, c in captured.items()},
+        loss=first.cut.loss,
+        count=first.cut.count,
+        outputs=first.outputs,
+        constants=first.constants,
+        parameters=first.parameters,
+        mixes=None if first.mixing is None else first.mixing.of_rows,
+        totals=captured[max(captured)].totals,
+    )

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from piper.base.errors import CaptureError, PiperError
-from piper.capture.code.executables import outputs_of
 from piper.capture.experts.batch_rows import Rows
 from piper.capture.model import Captured
 from piper.ir.dag.facts import ChunkFacts, Model, Variant
@@ -37,7 +36,7 @@ def refuse_different(models: Mapping[int, Model], rows: Mapping[int, int]) -> No
 def refuse_other_rows(captured: Captured, rows: Mapping[int, Rows]) -> None:
     """Refuse an output whose first dimension is not the batch: outputs are concatenated from the
     rows on each device."""
-    for name, value in outputs_of(captured).items():
+    for name, value in captured.outputs.items():
         shape = captured.cut.values[value].spec.shape
         if shape and (rows[value] != Rows(0)):
             raise CaptureError(

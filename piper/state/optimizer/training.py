@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from piper.base.errors import PiperError
+from piper.base.modes import Precision
 from piper.base.units import class_text
-from piper.capture.model import Precision
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.scheduler import SchedulerFactory
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from piper.base.errors import PiperError
-from piper.capture.blame import LOSS_PREFIX
+from piper.ir.dag.facts import LOSS_PREFIX
 from piper.ir.grouped import grouped
 from piper.state.checkpoint.boxes import Box
 from piper.state.checkpoint.discover import stored_tensors

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from piper.base.errors import PiperError
 from piper.base.units import class_text
-from piper.capture.blame import LOSS_PREFIX
+from piper.ir.dag.facts import LOSS_PREFIX
 from piper.state.weights.other_model import differences
 from piper.state.weights.weight_files import Init, WeightFiles
 
