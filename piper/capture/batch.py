@@ -19,6 +19,9 @@ from piper.base.errors import CaptureError, PiperError
 from piper.base.units import class_text
 from piper.ir.tensors import TensorSpec
 
+Pad = Sequence[Any] | Mapping[str, float | int]
+"""Padding values: one number for each tensor, structured like the batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

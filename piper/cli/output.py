@@ -56,8 +56,12 @@ class Output:
 
     def wrote(self, what: str, path: object) -> None:
         """Report a written file on standard error."""
+        self.note(f"{what}: {path}")
+
+    def note(self, text: str) -> None:
+        """Print a line on standard error, also in JSON mode."""
         if self.speaks:
-            self.err.print(f"{what}: {path}", markup=False, soft_wrap=True)
+            self.err.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

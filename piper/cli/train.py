@@ -1,13 +1,11 @@
-"""``piper train``: trains a job under a strategy."""
+"""``piper train``: ``Trainer.fit`` from the command line."""
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,10 +25,10 @@ from piper.cli.options import (
 from piper.cli.output import Output
 
 if TYPE_CHECKING:
-    from piper.launch.trainer.data_position import AnyBatch
     from piper.launch.trainer.step_result import StepResult
-    from piper.launch.trainer.trainer import Trainer
-    from piper.program.job import Batches, Job
+
+_STEPS_OF_EXAMPLE = 10
+"""Steps of a job without batches, if none are asked for."""
 
 
 def train(
@@ -41,35 +39,52 @@ def train(
     settings: JobSettings = None,
     device: DeviceName = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to train; by default, until the batches end.")
+        int | None,
+        typer.Option(min=1, help="Steps of the whole run; by default, until the batches end."),
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Passes over the batches; with --steps, whichever ends first."),
+        typer.Option(
+            min=1,
+            help="Passes over the batches in the whole run; with --steps, whichever ends first.",
+        ),
     ] = None,
     evaluate_every: Annotated[
         int | None,
         typer.Option(min=1, help="Steps between evaluations; by default, once per epoch."),
     ] = None,
-    load: Annotated[
-        Path | None, typer.Option(help="Resume from this checkpoint, a folder.")
+    save: Annotated[
+        Path | None, typer.Option(help="Begin a run whose checkpoints are in this folder.")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write checkpoints to this folder.")] = None,
-    every: Annotated[
-        int, typer.Option(min=1, help="Steps between printed lines, and between checkpoints.")
-    ] = 10,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Continue the run in this folder, or begin it there; saves like --save."),
+    ] = None,
+    load: Annotated[
+        Path | None,
+        typer.Option(help="Continue from this checkpoint, or from the last one of another run."),
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 10,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 1,
+    export: Annotated[
+        Path | None,
+        typer.Option(help="At the end, write the model to this folder, for from_pretrained."),
+    ] = None,
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between printed lines.")] = 10,
     memory_limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a job under a strategy.
 
-    With --save, a checkpoint is written every --every steps and at the end. --load resumes from
-    it, under the same or another strategy, with the next batches.
+    With --save, a checkpoint is written every --every steps and at the end, also if an error or
+    Ctrl-C ends the run. --resume and --load continue under the same or another strategy, with the
+    next batches; --steps and --epochs include those before.
 
     Example: piper train train.py --on processes --set lr=1e-4 --steps 100 --save state
     """
     from piper.cli.scripts import job_in, strategy_of
     from piper.launch.launch import launch
+    from piper.launch.trainer.fit import saved_in
 
     output = Output(as_json)
     with output.guarded():
@@ -77,107 +92,89 @@ def train(
         limit = None if memory_limit is None else nbytes_of("--memory-limit", memory_limit)
         job = job_in(script, settings or ())
         job = job if device is None else replace(job, device=device)
+        if evaluate_every is not None and job.held_out is None:
+            raise PiperError("--evaluate-every needs held-out batches: Job(held_out=...)")
+        if job.batches is None and epochs is not None:
+            raise PiperError("--epochs needs the batches of an epoch: Job(batches=...)")
+        if save is not None and resume is not None:
+            raise PiperError("give --save or --resume, not both: each names the folder of the run")
+        folder = save or resume
+        report = _Report(output, log_every)
         program = job.compile(chosen, memory_limit=limit)
-        trainer = launch(program, on=on.value)
-        with trainer:
-            if load is not None:
-                trainer.load(load)
-                output.say(f"resuming after step {trainer.steps}")
-            batches = _batches(job, trainer, steps, epochs)
-            if evaluate_every is not None and job.held_out is None:
-                raise PiperError("--evaluate-every needs held-out batches: Job(held_out=...)")
-            last = None if steps is None else trainer.steps + steps
-            for result in trainer.iterate(
-                batches,
-                steps=steps,
+        with launch(program, on=on.value, shapes=job.shapes) as trainer:
+            default = _STEPS_OF_EXAMPLE if job.batches is None else None
+            loop = trainer.iterate(
+                (lambda step: trainer.example) if job.batches is None else job.batches,
+                steps=steps or default,
                 epochs=epochs,
                 evaluate=job.held_out,
                 evaluate_every=evaluate_every,
-                callbacks=[_Evaluations(output)],
+                checkpoint=folder,
+                every=None if folder is None else every,
+                keep=None if folder is None else keep,
+                resume=load or resume is not None,
+                callbacks=[report],
                 progress=not as_json and sys.stderr.isatty(),
-            ):
-                _report(output, trainer, result, every, last=trainer.steps == last)
-                if save is not None and trainer.steps % every == 0:
-                    trainer.save(save)
-            if save is not None:
-                trainer.save(save)
-                output.wrote(f"state after step {trainer.steps}", save)
+                pad=job.pad,
+            )
+            if trainer.steps:
+                output.say(f"resuming after step {trainer.steps}")
+            try:
+                for _ in loop:
+                    pass
+            except BaseException:
+                kept = max(saved_in(folder), default=None) if folder is not None else None
+                text = "nothing is saved" if kept is None else f"{folder} has step {kept}"
+                text = f"saved {folder}" if kept == trainer.steps else text
+                output.note(f"stopped at step {trainer.steps}; {text}")
+                raise
+            report.finish()
+            if folder is not None:
+                output.wrote(f"state after step {trainer.steps}", folder)
+            if export is not None:
+                trainer.export(export)
+                output.wrote("model", export)
+            if folder is None and export is None:
+                output.note("nothing is saved: --save keeps the state, --export the model")
 
 
-class _Evaluations:
-    """Prints the loss of held-out batches."""
+class _Report:
+    """Prints steps and evaluations: a callback."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, every: int) -> None:
+        """Every step is a line of JSON, every ``every``-th one a line of text."""
         self._output = output
+        self._every = every
+        self._late: tuple[int, StepResult] | None = None
+        """The last step, if it is not printed."""
 
-    def on_step(self, step: int, result: StepResult) -> None: ...
+    def on_step(self, step: int, result: StepResult) -> None:
+        self._late = step, result
+        if self._output.as_json or step == 1 or step % self._every == 0:
+            self.finish()
 
     def on_evaluate(self, step: int, result: StepResult) -> None:
+        self.finish()
         self._output.give({"evaluated_after": step, "loss": float(result.loss)})
         self._output.say(f"evaluation after step {step}: loss {float(result.loss):.4f}")
 
     def on_end(self) -> None: ...
 
-
-def _batches(
-    job: Job, trainer: Trainer, steps: int | None, epochs: int | None
-) -> Iterable[AnyBatch]:
-    if job.batches is not None:
-        around = steps is not None or epochs is not None
-        return _Following(job.batches, trainer.steps, around=around)
-    if epochs is not None:
-        raise PiperError("--epochs needs the batches of an epoch: Job(batches=...)")
-    return itertools.repeat(trainer.example, steps if steps is not None else 10)
-
-
-class _Following:
-    """A job's batches for a resumed run: the first iteration skips those of earlier steps."""
-
-    def __init__(
-        self, batches: Batches | Callable[[], Batches], before: int, *, around: bool
-    ) -> None:
-        """Skips ``before`` batches. With ``around``, they may span several passes over the data."""
-        self._batches = batches
-        self.sampler = getattr(batches, "sampler", None)
-        """Told the epoch by ``fit``."""
-        self.batch_sampler = getattr(batches, "batch_sampler", None)
-        self._before = before
-        self._around = around
-
-    def __iter__(self) -> Iterator[AnyBatch]:
-        before, self._before = self._before, 0
-        done = before
-        while True:
-            rows = iter(self._batches() if callable(self._batches) else self._batches)
-            dropped = sum(1 for _ in itertools.islice(rows, before))
-            before -= dropped
-            for first in rows:
-                return itertools.chain([first], rows)
-            if not dropped:
-                return rows
-            if not self._around:
-                raise PiperError(
-                    f"the batches end after step {dropped}, and the checkpoint is of step {done}: "
-                    "nothing is left to train on. --steps says how many more steps to take, in "
-                    "another pass over the batches"
-                )
-
-
-def _report(
-    output: Output, trainer: Trainer, result: StepResult, every: int, *, last: bool
-) -> None:
-    norm = None if result.grad_norm is None else float(result.grad_norm)
-    output.give(
-        {
-            "step": trainer.steps,
+    def finish(self) -> None:
+        """Print the last step, unless it is printed already."""
+        if self._late is None:
+            return
+        (step, result), self._late = self._late, None
+        norm = None if result.grad_norm is None else float(result.grad_norm)
+        said: dict[str, Any] = {
+            "step": step,
             "loss": float(result.loss),
             "grad_norm": norm,
             "seconds": result.seconds,
             "tokens_per_second": result.tokens_per_second,
             "memory_bytes": result.memory,
         }
-    )
-    if trainer.steps % every == 0 or trainer.steps == 1 or last:
-        rate = f"{result.tokens_per_second:,.0f} tokens/s"
+        self._output.give(said)
         shown = "" if norm is None else f"  norm {norm:.3f}"
-        output.say(f"step {trainer.steps}: loss {float(result.loss):.4f}{shown}  {rate}")
+        rate = f"{result.tokens_per_second:,.0f} tokens/s"
+        self._output.say(f"step {step}: loss {said['loss']:.4f}{shown}  {rate}")

@@ -18,6 +18,7 @@ import torch
 
 from piper.base.errors import PiperError
 from piper.base.modes import Precision
+from piper.capture.batch import Pad
 from piper.cost.cluster import Cluster
 from piper.cost.tasks import CostModel
 from piper.program.compile.compile_arguments import CompileArguments
@@ -33,13 +34,17 @@ class Job(CompileArguments):
     """The arguments of ``piper.compile``, and the training data."""
 
     batches: Batches | Callable[[], Batches] | None = None
-    """The batches, or a function that returns them, each ``(*inputs, *targets)`` or a dict of
-    inputs. Without batches, every step trains on the example."""
+    """The batches, as for ``Trainer.fit``: each ``(*inputs, *targets)`` or a dict of inputs, or a
+    function that returns them. Without batches, every step trains on the example."""
     held_out: Batches | Callable[[], Batches] | None = None
     """Batches to evaluate after every epoch, and at the end."""
     strategy: Strategy | None = None
     """The default strategy, if none is given when the job runs."""
     _: KW_ONLY
+    pad: Pad | None = None
+    """Values that fill up smaller batches (``Trainer.step``)."""
+    shapes: int = 0
+    """The number of batch shapes that are allowed besides the example's (``launch``)."""
     memory_limit: int | str | None = None
     costs: CostModel | None = None
 

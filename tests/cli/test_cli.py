@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import piper
-from piper.base.errors import PiperError
+from piper.base.errors import PiperError, PiperWarning
 from piper.base.units import nbytes_of, seconds_of
 from piper.cli.app import app
 from piper.cli.options import cluster_of
@@ -90,6 +91,12 @@ def run_json(*arguments: object, code: int = 0) -> Any:
     """The one line of JSON that a command prints."""
     (line,) = run(*arguments, "--json", code=code).stdout.splitlines()
     return json.loads(line)
+
+
+def losses(script: object, *more: object) -> list[float]:
+    """The losses of all steps that ``piper train`` prints."""
+    lines = run("train", script, "-m", TWO, *more, "--json").stdout.splitlines()
+    return [json.loads(line)["loss"] for line in lines]
 
 
 # --- help ----------------------------------------------------------------------------------------
@@ -331,11 +338,91 @@ def test_more_steps_than_batches_are_another_pass(script: str, tmp_path: Path) -
     whole = [json.loads(line) for line in lines]
     assert [x["step"] for x in whole] == list(range(1, 10))  # from six batches
     run("train", script, "-m", TWO, "--save", state)
-    then = run("train", script, "-m", TWO, "--load", state, "--steps", 3, "--json")
+    then = run("train", script, "-m", TWO, "--load", state, "--steps", 9, "--json")
     losses = [json.loads(line)["loss"] for line in then.stdout.splitlines()]
     assert losses == pytest.approx([x["loss"] for x in whole[6:]], rel=1e-6)
-    words = run("train", script, "-m", TWO, "--load", state, code=1).stderr
-    assert "the batches end after step 6, and the checkpoint is of step 6" in words
+    with pytest.warns(PiperWarning, match="resumed from step 6, and there the batches ended"):
+        run("train", script, "-m", TWO, "--load", state)
+
+
+def test_a_checkpoint_without_a_position_counts_the_steps_of_all_passes(
+    script: str, tmp_path: Path
+) -> None:
+    whole = losses(script, "--steps", 12)
+    job = job_in(Path(script))
+    with piper.launch(job.compile(meshed(TWO))) as trainer:
+        trainer.fit(job.batches, steps=8, progress=False)
+        trainer.save(tmp_path / "state")
+    found = losses(script, "--load", tmp_path / "state", "--epochs", 2)
+    assert found == pytest.approx(whole[8:], rel=1e-6)
+
+
+@pytest.mark.parametrize(("wrong", "code"), [("raise KeyboardInterrupt", 130), ("x = x[:3]", 1)])
+def test_a_run_that_is_stopped_keeps_its_last_whole_step(
+    wrong: str, code: int, script: str, tmp_path: Path
+) -> None:
+    state, path = tmp_path / "state", tmp_path / "stopped_job.py"
+    drawn = "x = torch.randn(8, 4, generator=generator)\n"
+    path.write_text(SCRIPT.replace(drawn, f"{drawn}        if _ == 4: {wrong}\n"))
+    found = run("train", path, "-m", TWO, "--every", 3, "--save", state, code=code)
+    assert f"stopped at step 4; saved {state}" in found.stderr
+    rest = losses(script, "--resume", state)
+    assert rest == pytest.approx(losses(script)[4:], rel=1e-6)
+    assert "stopped at step 4; nothing is saved" in run("train", path, "-m", TWO, code=code).stderr
+
+
+def test_steps_and_epochs_count_the_whole_run(script: str, tmp_path: Path) -> None:
+    state, other = tmp_path / "state", tmp_path / "other"
+    how = ("train", script, "-m", TWO)
+    run(*how, "--steps", 2, "--resume", state)  # begins it
+    assert "resuming after step 2" in (text := run(*how, "--steps", 3, "--resume", state).stdout)
+    assert re.findall(r"^step (\d+)", text, re.M) == ["3"]
+    whole = losses(script, "--epochs", 2)
+    assert losses(script, "--epochs", 2, "--load", state, "--save", other) == pytest.approx(
+        whole[3:], rel=1e-6
+    )
+    assert [p.name for p in other.iterdir()] == ["step-00000012"]
+    assert "reached step 12" in run(*how, "--save", other, code=1).stderr
+    assert "--save or --resume" in run(*how, "--save", other, "--resume", other, code=1).stderr
+
+
+def test_lines_and_checkpoints_have_intervals_of_their_own(script: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    more = ("--every", 2, "--keep", 2, "--log-every", 4, "--steps", 5)
+    found = run("train", script, "-m", TWO, "--save", state, *more)
+    assert re.findall(r"^step (\d+)", found.stdout, re.M) == ["1", "4", "5"]
+    assert sorted(p.name for p in state.iterdir()) == ["step-00000004", "step-00000005"]
+    assert f"state after step 5: {state}" in found.stderr
+    found = run("train", script, "-m", TWO, "--steps", 2)
+    assert re.findall(r"^step (\d+)", found.stdout, re.M) == ["1", "2"]
+    assert "nothing is saved: --save keeps the state, --export the model" in found.stderr
+
+
+def test_a_job_pads_its_batches_or_takes_other_shapes(tmp_path: Path) -> None:
+    path = tmp_path / "ragged_job.py"
+    ragged = SCRIPT.replace("yield x, x", "x = x[: 8 - 4 * (_ % 2)]\n        yield x, x")
+    path.write_text(ragged)
+    assert "stopped at step 1;" in run("train", path, "-m", TWO, code=1).stderr
+    path.write_text(ragged.replace("batches=batches", "batches=batches, shapes=1"))
+    apart = losses(path)
+    counted = (
+        "def counted(y, x):\n"
+        "    own = ~x.isnan()\n"
+        "    return ((y - x.nan_to_num()) ** 2 * own).sum(), own.sum()\n"
+    )
+    given = ragged.replace("nn.functional.mse_loss", "counted")
+    given = given.replace("batches=batches", "batches=batches, pad=(0.0, float('nan'))")
+    path.write_text(given + counted)
+    assert losses(path) == pytest.approx(apart, rel=1e-5)
+    assert len(apart) == 6
+
+
+def test_a_run_exports_its_model(script: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    found = run("train", script, "-m", TWO, "--steps", 1, "--export", folder)
+    assert f"model: {folder}" in found.stderr
+    assert "nothing is saved" not in found.stderr
+    assert {"embed.weight", "head.bias"} <= set(load_file(folder / "model.safetensors"))
 
 
 def test_epochs_and_evaluations(tmp_path: Path) -> None:

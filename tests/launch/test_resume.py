@@ -107,6 +107,27 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
         assert [float(result) for result in run] == expected()[4:]
 
 
+@pytest.mark.parametrize("folder", ["run", "run/step-00000004"])
+def test_a_run_goes_on_from_a_checkpoint_of_another_folder(folder: str, tmp_path: Path) -> None:
+    given = [batch(step) for step in range(3)]  # in several passes
+    how: dict[str, Any] = {"progress": False, "steps": 6, "resume": tmp_path / folder}
+    with piper.launch(program()) as trainer:
+        whole = [float(result) for result in trainer.iterate(given, steps=6, progress=False)]
+    with piper.launch(program()) as trainer:
+        trainer.fit(given, steps=4, checkpoint=tmp_path / "run", progress=False)
+    with piper.launch(program()) as trainer:
+        assert [float(result) for result in trainer.iterate(given, **how)] == whole[4:]
+    with piper.launch(program()) as trainer:
+        for _ in trainer.iterate(given, checkpoint=tmp_path / "other", **how):
+            break
+    with piper.launch(program()) as trainer:  # the other folder is further now
+        rest = [float(x) for x in trainer.iterate(given, checkpoint=tmp_path / "other", **how)]
+    assert rest == whole[5:]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000004"]
+    with piper.launch(program()) as trainer, pytest.raises(PiperError, match="nowhere"):
+        trainer.fit(given, resume=tmp_path / "nowhere")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError
-from piper.capture.batch import Batch
+from piper.capture.batch import Batch, Pad
 from piper.launch.device.report import Report
 from piper.launch.trainer.batch_shapes import BatchShapes
-from piper.launch.trainer.batch_tensors import Pad, padded, rows_in, tokens_of
+from piper.launch.trainer.batch_tensors import padded, rows_in, tokens_of
 from piper.launch.trainer.step_result import rows_by_value
 from piper.program.program import Program
 

@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from piper.base.errors import PiperError
-from piper.capture.batch import Batch
+from piper.capture.batch import Batch, Pad
 from piper.capture.code.executables import Executables
 from piper.capture.code.totals import summed
 from piper.program.program import Program
-
-Pad = Sequence[Any] | Mapping[str, float | int]
-"""Padding values: one number for each tensor, structured like the batch."""
 
 
 def arguments_of(batch: Any) -> tuple[Any, ...]:

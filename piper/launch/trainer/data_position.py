@@ -164,9 +164,13 @@ class Position:
         """The rest of a pass, without its first ``dropped`` batches; ``random`` are the states of
         the generators at that point."""
         self._set(self._begun)
-        rows = self._begin()
-        for _ in itertools.islice(rows, dropped):
-            pass
+        rows, rest = self._begin(), self._rows
+        while 0 < (done := sum(1 for _ in itertools.islice(rows, dropped))) < dropped:
+            if not self._next_pass():
+                break
+            dropped -= done  # a checkpoint without a position counts the steps of all passes
+            self._taken, self._rows = dropped, rest
+            rows = self._begin()
         self._set(random)
         yield from rows
 

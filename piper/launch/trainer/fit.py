@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -58,15 +59,34 @@ class SavedRun:
     data: Any = None
     """The position of that call in its batches."""
 
+    @staticmethod
+    def of(data: Any, step: int) -> SavedRun:
+        """The run after a checkpoint of ``step`` with ``data``."""
+        said = data if isinstance(data, dict) else {}
+        call, first = said.get("call"), said.get("first")
+        return SavedRun(
+            0,
+            resumed=step,
+            call=call if isinstance(call, int) else 0,
+            first=first if isinstance(first, int) else 0,
+            data=data,
+        )
+
+
+def saved_in(folder: Path) -> dict[int, Path]:
+    """The checkpoints of the run in ``folder``, by step."""
+    return folders.numbered(folder / _NAME.format(0))
+
 
 class Checkpoints:
     """The checkpoints of one call of ``fit`` or ``iterate``, in the folder of its run."""
 
     def __init__(self, trainer: Saver, group: WorkerGroup, options: FitOptions) -> None:
-        assert options.checkpoint is not None
         self._trainer = trainer
         self._group = group
-        self.folder = path_of(options.checkpoint).absolute()
+        given = options.checkpoint
+        self.folder = None if given is None else path_of(given).absolute()
+        """None if nothing is saved: the run continues from a checkpoint elsewhere."""
         self._options = options
         self._call = 0
         self._last: int | None = None
@@ -78,11 +98,11 @@ class Checkpoints:
         self.done = False
         """Whether this call was done before the run was resumed."""
 
-    def begin(self, runs: dict[Path, SavedRun], position: Position) -> Any:
+    def begin(self, runs: dict[Path | None, SavedRun], position: Position) -> Any:
         """Begin the next call of the run in this folder. The first call resumes from the last
         checkpoint, if there is one; later calls continue. Returns what was saved of this call."""
         if self.folder not in runs:
-            runs[self.folder] = self._begun(resume=self._options.resume)
+            runs[self.folder] = self._begun()
         run = runs[self.folder]
         self._call = run.calls
         run.calls += 1
@@ -96,15 +116,26 @@ class Checkpoints:
                 return run.data
         return None
 
-    def _begun(self, *, resume: bool) -> SavedRun:
-        """The run, resumed from its last checkpoint; a checkpoint that cannot be loaded is
-        skipped."""
-        known = self._group.once(self._prepare)
+    def _begun(self) -> SavedRun:
+        """The run, resumed from its last checkpoint, or from one elsewhere if there is none."""
+        resume, folder = self._options.resume, self.folder
+        known = {} if folder is None else self._group.once(self._prepare)
         if known and not resume:
             raise PiperError(
-                f"{self.folder} has the checkpoints of a run that reached step {max(known)}: set "
+                f"{folder} has the checkpoints of a run that reached step {max(known)}: set "
                 "resume=True to resume from there, or use another folder"
             )
+        if known or isinstance(resume, bool):
+            return self._last_of(known) or SavedRun(0)
+        elsewhere = path_of(resume)
+        run = self._last_of(self._group.once(partial(saved_in, elsewhere)))
+        if run is None:
+            run = SavedRun.of(self._trainer.load_at(elsewhere), self._trainer.steps)
+        run.call = 0  # calls count by folder: this is the first in another one
+        return run
+
+    def _last_of(self, known: Mapping[int, Path]) -> SavedRun | None:
+        """The run after its last checkpoint; one that cannot be loaded is skipped."""
         refused: PiperError | None = None
         for step in sorted(known, reverse=True):
             try:
@@ -113,23 +144,16 @@ class Checkpoints:
                 warn(f"the run does not resume from step {step}: {error}")
                 refused = refused or error
                 continue
-            said = data if isinstance(data, dict) else {}
-            call, first = said.get("call"), said.get("first")
-            return SavedRun(
-                0,
-                resumed=step,
-                call=call if isinstance(call, int) else 0,
-                first=first if isinstance(first, int) else 0,
-                data=data,
-            )
+            return SavedRun.of(data, step)
         if refused is not None:
             raise refused
-        return SavedRun(0)
+        return None
 
     def _prepare(self) -> dict[int, Path]:
+        assert self.folder is not None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            return folders.numbered(self.folder / _NAME.format(0))
+            return saved_in(self.folder)
         except OSError as error:
             raise PiperError(f"{self.folder} cannot be used for checkpoints: {error}") from error
 
@@ -151,7 +175,7 @@ class Checkpoints:
 
     def _save(self, state: StateOf, *, background: bool) -> None:
         step = self._trainer.steps
-        if self._last == step:
+        if self.folder is None or self._last == step:
             return
         self._last = step  # before saving: after a late Ctrl-C, other ranks would not save again
         data = {**self._group.once(state), "call": self._call, "first": self.first}

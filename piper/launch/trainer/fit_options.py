@@ -11,8 +11,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from piper.base.arguments import named_arguments
 from piper.base.errors import PiperError
 from piper.base.units import class_text
+from piper.capture.batch import Pad
 from piper.launch.loggers.callback import Callback
-from piper.launch.trainer.batch_tensors import Pad
 from piper.launch.trainer.data_position import AnyBatch, BatchSource
 
 HeldOutBatches = Iterable[AnyBatch] | Callable[[], Iterable[AnyBatch]]
@@ -58,9 +58,9 @@ class FitOptions:
     run."""
     every: int | None = None
     """Also save after every so many steps."""
-    resume: bool = False
+    resume: bool | str | Path = False
     """Resume from the last checkpoint in the folder, if there is one, with the same losses as an
-    uninterrupted run."""
+    uninterrupted run. A path: else from that checkpoint, or from the last one of the run there."""
     keep: int | None = None
     """The number of checkpoints to keep."""
     background: bool = False
@@ -80,8 +80,8 @@ class FitOptions:
         for name in ("epochs", "evaluate_every", "patience", "every", "keep"):
             _check_number(name, getattr(self, name), 1)
         _check_number("progress", None if self.progress in (True, False) else self.progress, 1)
-        saves = self.every is not None or self.resume or self.keep is not None or self.background
-        if self.checkpoint is None and saves:
+        saves = self.every is not None or self.resume is True or self.keep is not None
+        if self.checkpoint is None and (saves or self.background):
             raise PiperError("every=, resume=, keep= and background= need checkpoint=, a folder")
         if self.evaluate is None and (self.evaluate_every or self.patience):
             raise PiperError("evaluate_every= and patience= need evaluate=, held-out batches")

@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 from piper.base.errors import PiperError, warn
 from piper.base.units import counted
+from piper.capture.batch import Pad
 from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.evaluation.held_out import HeldOut
 from piper.launch.loggers.callback import Callback, told
-from piper.launch.trainer.batch_tensors import Pad, arguments_of
+from piper.launch.trainer.batch_tensors import arguments_of
 from piper.launch.trainer.data_position import Position
 from piper.launch.trainer.fit import Checkpoints, Stop
 from piper.launch.trainer.fit_options import FitOptions
@@ -127,7 +128,7 @@ class Rounds:
         self._start = time.perf_counter()
         if self._saved is not None and self._saved.done:
             return
-        guarded = nullcontext() if self._saved is None else self._stop.on_sigterm()
+        guarded = nullcontext() if self.folder is None else self._stop.on_sigterm()
         last = self._last
         showing = shown_progress(self._total, self._trainer.steps, self._options.progress)
         with showing as self._losses.display, guarded, told(self._callbacks):

@@ -21,6 +21,7 @@ from piper.base.modes import without_modes
 from piper.base.paths import path_of
 from piper.base.tracking import Alive
 from piper.base.units import class_text
+from piper.capture.batch import Pad
 from piper.capture.code.executables import Executables
 from piper.capture.code.totals import Totals, summed
 from piper.launch import running
@@ -36,7 +37,6 @@ from piper.launch.state.saving import Save, load, prepare, save, tensor_of, whol
 from piper.launch.state.switch import Change, changes_named, switch
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import (
-    Pad,
     batch_in,
     batches_in,
     first_tensor,
@@ -80,7 +80,7 @@ class Trainer:
         weakref.finalize(self, self._saving.settle_late)
         self._rest: dict[str, Tensor] = {}
         """Model tensors that no device holds, if loaded; the others have their initial values."""
-        self._runs: dict[Path, SavedRun] = {}
+        self._runs: dict[Path | None, SavedRun] = {}
         """By folder, the run of ``fit`` and ``iterate`` there."""
         self._loops: weakref.WeakSet[Loop] = weakref.WeakSet()
         self.notices = Notices(silent=group.rank != 0)
@@ -303,11 +303,11 @@ class Trainer:
         )  # fmt: skip
         held_out = HeldOut(self, chosen, listeners if self.rank == 0 else [])
         saved = None
-        if chosen.checkpoint is not None:
+        if chosen.checkpoint is not None or chosen.resume:
             saved = Checkpoints(self, group, chosen)
             for loop in list(self._loops):
-                if loop.folder == saved.folder:  # it must not save after this one has begun
-                    loop.close()
+                if loop.folder is not None and loop.folder == saved.folder:
+                    loop.close()  # it must not save after this one has begun
             held_out.go_to(saved.begin(self._runs, position))
         if self.rank != 0:
             chosen, listeners = replace(chosen, progress=False), []
