@@ -216,6 +216,9 @@ def test_the_lines_name_checkpoints(
     first, *lines = capsys.readouterr().err.splitlines()
     assert first == "resumed from run/step-00000002"
     assert [line.split(":")[0] for line in lines] == ["step 3 of 4", "step 4 of 4"]
+    with piper.launch(program()) as trainer:
+        trainer.fit(BATCHES, steps=5, progress=1, resume="run")
+    assert capsys.readouterr().err.startswith("resumed from run/step-00000004\nstep 5 of 5: ")
 
 
 class Interrupts:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,43 @@ def test_a_run_that_is_over_does_nothing(tmp_path: Path) -> None:
             with told if again else contextlib.nullcontext():
                 assert trainer.fit(batch, resume=True, **how).steps == (0 if again else 2)
             assert trainer.steps == 2
+
+
+def with_rate(rate: float, *, scheduled: bool) -> piper.Program:
+    """A program with this learning rate: the same at all steps, or one that falls."""
+    options: dict[str, Any] = {} if scheduled else {"scheduler": None}
+    return resumed.compiled(optimizer=functools.partial(torch.optim.SGD, lr=rate), **options)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_another_learning_rate_is_told(scheduled: bool, tmp_path: Path) -> None:
+    """The checkpoint's is restored, or on request the program's, scaled by the scheduler."""
+    path, run = tmp_path / "step-00000006", {"checkpoint": tmp_path, "progress": False}
+    one, two = (with_rate(rate, scheduled=scheduled) for rate in (0.5, 0.25))
+    with piper.launch(one) as trainer:
+        trainer.fit(batch, steps=6, **run)
+        expected = [trainer.step(*batch(6)).learning_rates[0] for _ in range(6)]
+    words = r"lr=0\.5 \(given 0\.25\)\. For the given ones, pass new_settings=True"
+
+    def resumed_by_fit(trainer: piper.Trainer, **how: Any) -> None:
+        loop = trainer.iterate(batch, resume=True, **run, **how)
+        with warnings.catch_warnings(action="ignore"):  # it has trained nothing
+            loop.close()
+
+    for resume in (lambda t, **how: t.load(path, **how), resumed_by_fit):
+        with piper.launch(two) as trainer:
+            with pytest.warns(PiperWarning, match=words) as caught:
+                resume(trainer)
+            assert len(caught) == 1
+            assert [trainer.step(*batch(6)).learning_rates[0] for _ in range(6)] == expected
+        with piper.launch(two) as trainer, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            resume(trainer, new_settings=True)
+            rates = [trainer.step(*batch(6)).learning_rates[0] for _ in range(6)]
+            assert rates == pytest.approx([rate / 2 for rate in expected])
+    with piper.launch(one) as trainer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.load(path)
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from piper.launch.device.device import WorkerDevice
 from piper.launch.device.device_programs import first_weights
 from piper.launch.device.report import Refusal
 from piper.launch.device.worker_group import WorkerGroup, answers_of_all, everyone, joined
+from piper.launch.state.new_settings import changed_settings, with_new_settings
 from piper.launch.state.state_checks import check_index
 from piper.program.program import Program
 from piper.state.checkpoint.commit import CHECKPOINT, keep_last, numbered
@@ -180,9 +181,12 @@ def index_of(
     )
 
 
-def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index, dict[str, Tensor]]:
-    """Resume from a checkpoint, or refuse it and change nothing. Returns its index, and the model
-    tensors that no device holds."""
+def load(
+    group: WorkerGroup, program: Program, path: str | Path, *, new_settings: bool
+) -> tuple[Index, dict[str, Tensor]]:
+    """Resume from a checkpoint, or refuse it and change nothing. With ``new_settings`` the settings
+    of the optimizer are the program's. Returns its index, and the model tensors that no device
+    holds."""
     folder = _absolute(path)
     index = group.once(lambda: read_index(folder, program))
     if whys := joined(answers_of_all(group, group.call(WorkerDevice.refusals, folder, index))):
@@ -191,6 +195,15 @@ def load(group: WorkerGroup, program: Program, path: str | Path) -> tuple[Index,
         warn(
             f"{path} was saved with seed={index.seed}, but the program was compiled with "
             f"seed={program.training.seed}: random numbers, as of dropout, continue differently"
+        )
+    given = answers_of_all(group, group.call(WorkerDevice.groups))
+    if new_settings:
+        index = with_new_settings(index, joined(given))
+    elif changed := changed_settings(index, joined(given)):
+        listed = ", ".join(f"{name}={old} (given {new})" for name, (old, new) in changed.items())
+        warn(
+            f"{path} was saved with other settings of the optimizer, which are restored: {listed}. "
+            "For the given ones, pass new_settings=True to trainer.load or fit"
         )
     _read_parts(group, folder, index)
     rest: dict[str, Tensor] = {}

@@ -40,7 +40,7 @@ class Saver(Protocol):
 
     def settle_save(self) -> None: ...
 
-    def load_at(self, path: Path) -> Any: ...
+    def load_at(self, path: Path, *, new_settings: bool) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -51,6 +51,8 @@ class SavedRun:
     """The number of calls so far."""
     resumed: int | None = None
     """The step that the run was resumed from."""
+    path: Path | None = None
+    """The checkpoint of that step."""
     call: int = 0
     """The number of the call in the loaded checkpoint: this call continues, earlier ones are
     done."""
@@ -60,13 +62,14 @@ class SavedRun:
     """The position of that call in its batches."""
 
     @staticmethod
-    def of(data: Any, step: int) -> SavedRun:
-        """The run after a checkpoint of ``step`` with ``data``."""
+    def of(data: Any, step: int, path: Path) -> SavedRun:
+        """The run after a checkpoint of ``step`` at ``path`` with ``data``."""
         said = data if isinstance(data, dict) else {}
         call, first = said.get("call"), said.get("first")
         return SavedRun(
             0,
             resumed=step,
+            path=path,
             call=call if isinstance(call, int) else 0,
             first=first if isinstance(first, int) else 0,
             data=data,
@@ -95,6 +98,8 @@ class Checkpoints:
         """The step before this call began, in this process or before the resume."""
         self.resumed: int | None = None
         """The step that this call was resumed from."""
+        self.source: Path | None = None
+        """The checkpoint of that step."""
         self.done = False
         """Whether this call was done before the run was resumed."""
 
@@ -108,7 +113,7 @@ class Checkpoints:
         run.calls += 1
         self.first = self._trainer.steps
         if run.resumed is not None and self._call <= run.call:
-            self.resumed = run.resumed
+            self.resumed, self.source = run.resumed, run.path
             self.done = self._call < run.call
             if not self.done:
                 self.first, self._last = run.first, run.resumed
@@ -130,7 +135,7 @@ class Checkpoints:
         elsewhere = path_of(resume)
         run = self._last_of(self._group.once(partial(saved_in, elsewhere)))
         if run is None:
-            run = SavedRun.of(self._trainer.load_at(elsewhere), self._trainer.steps)
+            run = SavedRun.of(self._load(elsewhere), self._trainer.steps, elsewhere)
         run.call = 0  # calls count by folder: this is the first in another one
         return run
 
@@ -139,15 +144,18 @@ class Checkpoints:
         refused: PiperError | None = None
         for step in sorted(known, reverse=True):
             try:
-                data = self._trainer.load_at(known[step])
+                data = self._load(known[step])
             except PiperError as error:
                 warn(f"the run does not resume from step {step}: {error}")
                 refused = refused or error
                 continue
-            return SavedRun.of(data, step)
+            return SavedRun.of(data, step, known[step])
         if refused is not None:
             raise refused
         return None
+
+    def _load(self, path: Path) -> Any:
+        return self._trainer.load_at(path, new_settings=self._options.new_settings)
 
     def _prepare(self) -> dict[int, Path]:
         assert self.folder is not None
@@ -157,10 +165,12 @@ class Checkpoints:
         except OSError as error:
             raise PiperError(f"{self.folder} cannot be used for checkpoints: {error}") from error
 
-    def shown(self, step: int) -> Path:
-        """The checkpoint of a step, in the folder as given."""
-        assert self._options.checkpoint is not None
-        return path_of(self._options.checkpoint) / _NAME.format(step)
+    @property
+    def last(self) -> Path | None:
+        """The last checkpoint of this call."""
+        if self.folder is None or self._last is None:
+            return None
+        return self.folder / _NAME.format(self._last)
 
     def after_step(self, state: StateOf) -> None:
         """Save if a checkpoint is due; ``state`` gives the state of the call."""

@@ -61,6 +61,9 @@ class FitOptions:
     resume: bool | str | Path = False
     """Resume from the last checkpoint in the folder, if there is one, with the same losses as an
     uninterrupted run. A path: else from that checkpoint, or from the last one of the run there."""
+    new_settings: bool = False
+    """Resume with the settings of the program's optimizer, such as another learning rate, in place
+    of the checkpoint's."""
     keep: int | None = None
     """The number of checkpoints to keep."""
     background: bool = False

@@ -132,8 +132,7 @@ class Rounds:
         last = self._last
         showing = shown_progress(self._total, self._trainer.steps, self._options.progress)
         with showing as self._losses.display, guarded, told(self._callbacks):
-            if self._saved is not None and self._saved.resumed is not None:
-                self._losses.display.say(f"resumed from {self._saved.shown(self._saved.resumed)}")
+            self._say("resumed from", None if self._saved is None else self._saved.source)
             try:
                 while self._agreed(_Word.ASKED if self._stop.asked else _Word.GO):
                     if last is not None and self._trainer.steps >= last:
@@ -241,11 +240,18 @@ class Rounds:
                 self._agreed(_Word.LEFT)
             self._finish()
             if self._taken and not isinstance(error, GeneratorExit):
-                self._losses.display.say(f"saved {self._saved.shown(self._trainer.steps)}")
+                self._say("saved", self._saved.last)
         except Exception as failure:
             if isinstance(error, GeneratorExit):  # no other error would report it
                 raise
             warn(f"the state after step {self._trainer.steps} is not saved: {failure}")
+
+    def _say(self, what: str, path: Path | None) -> None:
+        """Show what happened to a checkpoint, if there is one."""
+        if path is not None:
+            here = Path.cwd()
+            shown = path.relative_to(here) if path.is_relative_to(here) else path
+            self._losses.display.say(f"{what} {shown}")
 
     def _can_save(self, error: BaseException) -> bool:
         """Whether the state is that after a whole step, and all processes can take part."""

@@ -332,12 +332,13 @@ class Trainer:
         if it failed."""
         self._saving.settle(wait=wait)
 
-    def load_at(self, path: Path) -> Any:
+    def load_at(self, path: Path, *, new_settings: bool) -> Any:
         """``load``; returns the position in the data that was saved with the state."""
         self._refuse_averaged()
         with self._undisturbed():
             self.settle_save()
-            index, self._rest = load(self._devices, self.program, path)
+            group, program = self._devices, self.program
+            index, self._rest = load(group, program, path, new_settings=new_settings)
             self.steps = index.steps
         return from_json(index.data)
 
@@ -426,10 +427,12 @@ class Trainer:
         next save and the end of the trainer wait for it; the call that finds a failure raises."""
         self.save_at(path_of(path), None, keep, background=background)
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, *, new_settings: bool = False) -> None:
         """Resume from a checkpoint of ``save``, saved under this or another strategy. Every device
-        reads the slices that it needs; a refused checkpoint changes nothing."""
-        self.load_at(path_of(path))
+        reads the slices that it needs; a refused checkpoint changes nothing. The settings of the
+        optimizer, such as the learning rate, are the checkpoint's; with ``new_settings`` they are
+        the program's."""
+        self.load_at(path_of(path), new_settings=new_settings)
 
     def switch(self, program: Program, *, allow: Sequence[str] = ()) -> None:
         """Continue with another program of the same model and optimizer, under another strategy and
