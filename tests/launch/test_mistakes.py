@@ -3,6 +3,7 @@ does what was meant."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import piper
@@ -242,3 +243,80 @@ def test_what_trains_less_than_was_meant_is_warned_of(program: piper.Program) ->
         pytest.warns(piper.PiperWarning, match="update no parameter; give piper.compile an optim"),
     ):
         trainer.step(X, X)
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": cross_entropy(self.net(input_ids).mT, labels)}
+
+
+IDS = torch.arange(12).reshape(4, 3) % 8
+
+
+def tagger(ignored: int | None) -> piper.Program:
+    """A classifier of tokens with its own loss, or with one that ignores this class."""
+    if ignored is None:
+        return compiled(
+            model=Tagger(),
+            inputs={"input_ids": IDS, "labels": IDS},
+            targets=LEFT_OUT,
+            loss=LEFT_OUT,
+        )
+    loss = partial(cross_entropy, ignore_index=ignored)
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+    return compiled(
+        model=model, inputs=(IDS,), targets=(IDS,), loss=lambda output, y: loss(output.mT, y)
+    )
+
+
+def test_padding_that_counts_is_warned_of_once() -> None:
+    few = {"input_ids": IDS[:3], "labels": IDS[:3]}
+    with piper.launch(tagger(None)) as trainer:
+        with pytest.raises(piper.PiperError, match=r"like \{'input_ids': 0, 'labels': -100\}"):
+            trainer.step(few, pad={"input_ids": 0})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            right = trainer.evaluate(few)
+            assert trainer.evaluate(few, pad={"input_ids": 0, "labels": -100}).loss == right.loss
+        wrong = {"input_ids": 0, "labels": 0}
+        with pytest.warns(piper.PiperWarning, match=r"inputs\['labels'\] with 0.*them with -100"):
+            trainer.fit([few], pad=wrong, progress=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.fit([few], pad=wrong, progress=False)
+
+
+@pytest.mark.parametrize(("ignored", "pad"), [(0, 0), (-100, -100)])
+def test_padding_that_does_not_count_is_silent(ignored: int, pad: int) -> None:
+    with piper.launch(tagger(ignored)) as trainer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.step(IDS[:3], IDS[:3], pad=(0, pad))
+
+
+@pytest.mark.parametrize("left", [1, 3])
+def test_a_loader_whose_last_batch_is_smaller_is_refused_at_once(
+    left: int, program: piper.Program
+) -> None:
+    rows = torch.ones(8 + left, 4)
+    loader = DataLoader(TensorDataset(rows, rows), 4)
+    with piper.launch(program) as trainer:
+        with pytest.raises(piper.PiperError, match=rf"and this one {left}: drop the last, smaller"):
+            trainer.fit(loader, epochs=2)
+        assert trainer.steps == 0
+        assert trainer.fit(loader, steps=2, progress=False).steps == 2  # it is not reached
+        with pytest.raises(piper.PiperError, match="a mean over all rows"):
+            trainer.fit(loader, pad=(0, 0))
+        dropped = DataLoader(TensorDataset(rows, rows), 4, drop_last=True)
+        assert trainer.fit(dropped, epochs=2, progress=False).steps == 4
+
+
+def test_a_smaller_last_batch_is_taken_where_it_can_be() -> None:
+    loader = DataLoader(TensorDataset(IDS[:3].repeat(2, 1), IDS[:3].repeat(2, 1)), 4)
+    with piper.launch(tagger(-100)) as trainer:
+        assert trainer.fit(loader, pad=(0, -100), progress=False).steps == 2
+    with piper.launch(tagger(-100), shapes=1) as trainer:
+        assert trainer.fit(loader, progress=False).steps == 2

@@ -15,6 +15,9 @@ from piper.capture.code.executables import Executables
 from piper.capture.code.totals import summed
 from piper.program.program import Program
 
+_IGNORED = -100
+"""The target that ``cross_entropy`` ignores by default."""
+
 
 def arguments_of(batch: Any) -> tuple[Any, ...]:
     """The arguments of a step from a batch that a loader yields: a dict or tensor is one input."""
@@ -143,7 +146,7 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
             "this loss has a mean over all rows"
         )
     given = list(map(_leaves, batch))
-    values = list(map(_leaves, (pad,) if isinstance(pad, Mapping) else _items(pad)))
+    values = _values_of(pad)
     names = [list(one) for one in given]
     if [sorted(one) for one in values] != [sorted(one) for one in names] or not all(
         isinstance(x, Tensor) and _is_number(values[i][name])
@@ -151,7 +154,11 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
         for name, x in one.items()
     ):
         count = sum(map(len, given))
-        built = [dict.fromkeys(one, 0) if "" not in one else 0 for one in given]
+        fills = [
+            {name: _IGNORED if _counts(program, i, name, x) else 0 for name, x in one.items()}
+            for i, one in enumerate(given)
+        ]
+        built = [one.get("", one) for one in fills]
         raise PiperError(
             f"pad={pad!r} must give one number for each of the {count} tensors of the batch, by "
             f"name for a dict: built like {tuple(built) if len(built) > 1 else built[0]}"
@@ -169,6 +176,58 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
         }
         padded_batch.append(filled if isinstance(whole, Mapping) else filled[""])
     return padded_batch
+
+
+def counted_padding(program: Program, batch: Sequence[Any], pad: Pad) -> str | None:
+    """A warning if the loss counts the rows that ``pad``, which fits, adds to ``batch``, or if it
+    may count them."""
+    given, values, size = list(map(_leaves, batch)), _values_of(pad), program.example.size
+    ignored = [dict(one) for one in values]
+    path, value = "", 0.0
+    for i, one in enumerate(given):
+        for name, x in one.items():
+            short = isinstance(x, Tensor) and x.dim() and x.shape[0] < size
+            if short and _counts(program, i, name, x) and values[i][name] != _IGNORED:
+                inputs = len(given) - len(program.example.parts[1])
+                path = f"inputs[{name!r}]" if name else f"targets[{i - inputs}]"
+                value, ignored[i][name] = values[i][name], _IGNORED
+    code, _ = program.codes
+    known = code.count is None and code.totals is not None
+    if not path or (known and _as_many(program, batch, pad, ignored)):
+        return None
+    return (
+        f"pad= fills the integers of {path} with {value}, and padded rows count in the loss unless "
+        f"it ignores {value}: pad them with {_IGNORED}, which cross_entropy ignores"
+    )
+
+
+def _as_many(
+    program: Program, batch: Sequence[Any], pad: Pad, ignored: Sequence[dict[str, Any]]
+) -> bool:
+    """Whether a batch padded with ``pad`` has no larger totals than with ``ignored``."""
+    totals = program.codes[0].totals
+    assert totals is not None
+    sums = []
+    for fill in (pad, [one.get("", one) for one in ignored]):
+        tensors = tensors_of(program, padded(program, batch, fill, rows=False))
+        try:
+            sums.append(totals.sums(tensors, program.example.size))
+        except (IndexError, RuntimeError):  # another class is ignored, and weights have no -100
+            return True
+    return not any(bool((x > y).any()) for x, y in zip(*sums, strict=True))
+
+
+def _counts(program: Program, index: int, name: str, x: object) -> bool:
+    """Whether a leaf of a batch has integer targets."""
+    targets = len(program.example.given) - len(program.example.parts[1])
+    kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    named = any(word in name.lower() for word in ("label", "target"))
+    return isinstance(x, Tensor) and x.dtype in kinds and (named or index >= targets)
+
+
+def _values_of(pad: Pad) -> list[dict[str, Any]]:
+    """The values of ``pad`` by input and name."""
+    return list(map(_leaves, (pad,) if isinstance(pad, Mapping) else _items(pad)))
 
 
 def _leaves(part: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
+from torch.utils.data import DataLoader, default_collate
 
 from piper.base.errors import PiperError
 from piper.base.units import class_text
@@ -95,6 +96,21 @@ class Position:
         except (TypeError, NotImplementedError):
             return None
         return None if self._most is None else length * self._most
+
+    def last_rows(self, size: int, steps: int | None) -> int | None:
+        """The rows of the last batch of this pass, if a loader of batches of ``size`` is known to
+        end it with fewer, and ``steps`` more steps reach it."""
+        loader = self._source
+        if self.over or not isinstance(loader, DataLoader) or loader.batch_size != size:
+            return None
+        if loader.drop_last or loader.collate_fn is not default_collate:  # others may add rows
+            return None
+        try:
+            rows, batches = len(loader.sampler), len(loader)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+        reached = steps is None or self._taken + steps >= batches
+        return rows % size or None if reached else None
 
     def _next_pass(self) -> bool:
         """Go to the next pass, if there is one."""

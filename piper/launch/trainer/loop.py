@@ -31,18 +31,21 @@ from piper.launch.trainer.notices import Notice, Notices
 from piper.launch.trainer.step_result import StepResult
 from piper.launch.watch.interrupts import held_back
 from piper.launch.watch.progress_bar import shown_progress
+from piper.program.program import Program
 
 
 class Steps(Protocol):
     """The part of a trainer that a loop uses."""
 
     notices: Notices
+    program: Program
 
     @property
     def steps(self) -> int: ...
     @property
     def failed(self) -> bool: ...
     def step(self, *arguments: Any, rows: bool, pad: Pad | None) -> StepResult: ...
+    def refuse_rows(self, rows: int, pad: Pad | None) -> None: ...
 
 
 class _Word(IntEnum):
@@ -157,6 +160,15 @@ class Rounds:
             self._tell()
             if asked:
                 self._stop.end()
+
+    def refuse_last(self) -> None:
+        """Refuse a loader whose last batch will be refused, before the first step."""
+        if self._options.rows or (self._saved is not None and self._saved.done):
+            return
+        steps = None if self._last is None else self._last - self._trainer.steps
+        rows = self._position.last_rows(self._trainer.program.example.size, steps)
+        if rows is not None:
+            self._trainer.refuse_rows(rows, self._options.pad)
 
     @property
     def _last(self) -> int | None:
@@ -328,6 +340,11 @@ class Loop(Iterator[StepResult]):
     def __next__(self) -> StepResult:
         self._begun = True
         return next(self._results)
+
+    def refuse_last(self) -> None:
+        """Refuse a loader whose last batch will be refused, before the first step."""
+        self._begun = True
+        self._rounds.refuse_last()
 
     def close(self) -> None:
         """End the loop: with ``checkpoint=``, the state after the last step is saved."""

@@ -13,6 +13,8 @@ class Notice(Enum):
     """A loss that is not finite."""
     OPTIMIZER = auto()
     """Steps that update nothing."""
+    PADDING = auto()
+    """Padded rows that count in the loss."""
     BATCHES = auto()
     """Batches that ended before the steps."""
 

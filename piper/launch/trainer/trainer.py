@@ -39,6 +39,7 @@ from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import (
     batch_in,
     batches_in,
+    counted_padding,
     first_tensor,
     padded,
     rows_in,
@@ -204,6 +205,7 @@ class Trainer:
         for batch in batches:
             with self._undisturbed():
                 found = pieces.of(batch)
+                self._look_at_padding(batch, pad)
             yield from found
         with self._undisturbed():
             found = pieces.rest()
@@ -285,6 +287,7 @@ class Trainer:
         include those before the resume.
         """
         loop = self.iterate(batches, **options)
+        loop.refuse_last()
         for _ in loop:
             pass
         return loop.summary()
@@ -522,6 +525,20 @@ class Trainer:
             return tensors
         return [*tensors, *totals.of_sums(self._sums(code, tensors, rows=rows), totals.parts)]
 
+    def _look_at_padding(self, batch: Sequence[Any], pad: Pad | None) -> None:
+        """Warn if the loss counts padding."""
+        text = None if pad is None else counted_padding(self._shapes.first, batch, pad)
+        if text is not None:
+            self.notices.give(Notice.PADDING, text)
+
+    def refuse_rows(self, rows: int, pad: Pad | None) -> None:
+        """Refuse batches with fewer rows than the example now, if a step would refuse them."""
+        batch = self._shapes.first.example.resized(rows).given
+        if pad is not None:
+            padded(self._shapes.first, batch, pad, rows=False)
+        elif not self._shapes.most:
+            tensors_of(self._shapes.first, batch)
+
     def _step(
         self, given: Sequence[Any], pad: Pad | None, *, report: bool, rows: bool
     ) -> StepResult:
@@ -536,6 +553,7 @@ class Trainer:
         whole = padded(self._shapes.first, batch, pad, rows=rows)
         self._go_to_shape_of(whole, rows=rows)
         tensors = self._inputs(whole, rows=rows)
+        self._look_at_padding(batch, pad)
         found = running.train(self._whole, self.program, tensors, report=report, own_rows=rows)
         seconds = time.perf_counter() - start
         self.failed = False
