@@ -22,6 +22,7 @@ from piper.capture.code.codegen import Eager, Runner
 from piper.capture.model import Captured, capture
 from piper.ir.passes import Kind, Pass, Ref
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
+from tests.one_device import runners_of
 
 POLICIES = ("none", "min-cut", "all")
 
@@ -49,7 +50,7 @@ def delayed_step(
 ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
     """All forwards, all input passes, then all weight passes; the outputs are read last."""
     captured = replace(captured, compiler=Poisoning())
-    runners = captured.runners()
+    runners = runners_of(captured)
     state = {name: x.detach().clone() for name, x in model.named_parameters()}
     state |= {name: x.detach().clone() for name, x in model.named_buffers()}
     state |= {name: x.clone() for name, x in captured.constants.items()}

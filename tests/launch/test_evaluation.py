@@ -194,7 +194,9 @@ def test_rows_that_depend_on_one_another() -> None:
     with piper.launch(from_others) as trainer:
         found = trainer.evaluate(loader(SIZE, 2 * SIZE))
         torch.testing.assert_close(found.loss, torch.stack(parts).mean().detach())
-        with pytest.raises(PiperError, match="a row of this model depends on the rows beside it"):
+        with pytest.raises(
+            PiperError, match="the rows of a batch depend on each other in this model"
+        ):
             trainer.evaluate(x[:7], y[:7])
 
 

@@ -471,11 +471,14 @@ class Worn(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": lambda p: adamw(p).nothing}, r"optimizer= failed when .*AttributeError"),
-        ({"optimizer": Worn}, r"optimizer= failed when it was tried .* LookupError: worn out"),
+        (
+            {"optimizer": lambda p: adamw(p).nothing},
+            r"optimizer= failed in a trial .*AttributeError",
+        ),
+        ({"optimizer": Worn}, r"optimizer= failed in a trial .* LookupError: worn out"),
         (
             {"optimizer": adamw, "scheduler": lambda o: {}[o]},
-            r"scheduler= failed when it was tried .* KeyError",
+            r"scheduler= failed in a trial .* KeyError",
         ),
     ],
     ids=["factory", "step", "scheduler"],

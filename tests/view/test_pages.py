@@ -645,7 +645,7 @@ def test_an_open_graph_has_large_names_and_clicks_zoom_in(opening: Open) -> None
 @browses
 def test_the_figures_of_a_graph_agree_and_end_visibly(opening: Open) -> None:
     steps, _ = real()
-    names = tuple(replace(n, stream=f"s{i}") for i, n in enumerate(steps[0][1].nodes))
+    names = tuple(structs.replace(n, stream=f"s{i}") for i, n in enumerate(steps[0][1].nodes))
     many = replace(steps[0][1], nodes=names)
     with opening(dag_page("zb-v", steps)) as seen:
         assert seen.text("#where") == f"Step {len(steps) - 1} of {len(steps) - 1}"
