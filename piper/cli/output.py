@@ -47,7 +47,8 @@ class Output:
         """Print as text; nothing in JSON mode."""
         if not self.as_json and self.speaks:
             for item in items:
-                self.out.print(item if isinstance(item, str | Table) else Text.from_ansi(str(item)))
+                shown = item if isinstance(item, str | Table) else Text.from_ansi(str(item))
+                self.out.print(shown, markup=False)  # names and paths may have brackets
 
     def give(self, data: Any) -> None:
         """Print as one line of JSON; nothing in text mode."""

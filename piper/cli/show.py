@@ -84,7 +84,7 @@ def show(
 def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Remove the programs.")] = False,
     days: Annotated[
-        float, typer.Option("--days", help="Only programs not used for so many days.")
+        float, typer.Option("--days", min=0, help="Only programs not used for so many days.")
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
@@ -106,9 +106,10 @@ def cache(
             rows.append({"program": what[0], "bytes": entry.nbytes, "seconds_unused": age})
             if clear:
                 entry.remove()
+        removed = clear and bool(found)
         where = "the cache is off" if entries is None else f"{entries.folder}: "
         if entries is not None:
             total = bytes_text(sum(entry.nbytes for entry in found))
-            where += f"{counted(len(found), 'program')}, {total}{' removed' * clear}"
+            where += f"{counted(len(found), 'program')}, {total}{' removed' * removed}"
         output.say(*([table] if found else []), where)
-        output.give({"entries": rows, "removed": clear})
+        output.give({"entries": rows, "removed": removed})

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -489,6 +490,45 @@ def test_it_is_a_program() -> None:
     command = [sys.executable, "-m", "piper", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert re.fullmatch(r"\d+\.\d+\.\d+", done.stdout.strip())
+
+
+# --- cache ---------------------------------------------------------------------------------------
+
+
+def test_the_cache_is_shown_and_cleared(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a [red] cache"
+    monkeypatch.setenv("PIPER_CACHE", str(folder))
+
+    def said(*arguments: object) -> str:
+        return " ".join(run("cache", *arguments).stdout.split())
+
+    assert said("--clear").endswith("a [red] cache/programs-1: 0 programs, 0 B")
+    for spec in (TWO, TWO, "pp=2,microbatches=2", "dp=2,microbatches=2"):  # the first one warms up
+        run("check", script, "-m", spec)
+    assert "Net, 4 devices" in said()
+    found = run_json("cache")
+    assert sorted(x["program"] for x in found["entries"]) == [
+        *["Net, 2 devices"] * 2,
+        "Net, 4 devices",
+    ]
+    assert all(x["bytes"] > 0 <= x["seconds_unused"] for x in found["entries"])
+    old, damaged, _ = sorted((folder / "programs-1").iterdir())
+    os.utime(old / "checksums.json", (time.time() - 3 * 86400,) * 2)
+    (damaged / "checksums.json").unlink()
+    (damaged / "cached.json").write_text("{")
+    assert "cannot be read" in said()
+    assert "1 program, " in said("--days", 2)
+    assert "1 program, " in (text := said("--days", 2, "--clear"))
+    assert text.endswith("removed")
+    assert len(run_json("cache")["entries"]) == 2
+    assert run_json("cache", "--clear")["removed"] is True
+    assert run_json("cache", "--clear") == {"entries": [], "removed": False}
+    assert not list((folder / "programs-1").iterdir())
+    run("cache", "--days", -1, code=2)
+    monkeypatch.setenv("PIPER_CACHE", "off")
+    assert said("--clear") == "the cache is off"
 
 
 # --- options -------------------------------------------------------------------------------------

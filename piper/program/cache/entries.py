@@ -81,15 +81,14 @@ class Entries:
         return Entries(Path(given or os.path.join(home, "piper")) / _NAME)
 
     def __iter__(self) -> Iterator[Entry]:
-        """All entries, the last used first."""
+        """All entries, the last used first, also those that have lost their checksums."""
         entries = []
         with contextlib.suppress(OSError):
-            for folder in self.folder.iterdir():
+            for folder in self.folder.glob("[!.]*"):
                 with contextlib.suppress(OSError):  # another process has removed it
-                    size = sum(file.stat().st_size for file in folder.iterdir())
-                    entries.append(
-                        Entry(folder, size, (folder / checked_folder.CHECKSUMS).stat().st_mtime)
-                    )
+                    if own := checked_folder.PROGRAM.owned(folder):
+                        size = sum((folder / name).stat().st_size for name in own)
+                        entries.append(Entry(folder, size, (folder / own[0]).stat().st_mtime))
         return iter(sorted(entries, key=lambda entry: -entry.used))
 
     def find(self, key: str, names: Iterable[str]) -> tuple[About, dict[str, bytes]] | None:
