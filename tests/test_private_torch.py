@@ -110,7 +110,10 @@ def _private(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-@pytest.mark.parametrize(("version", "warns"), [("2.15.3", False), ("2.16.0", True)])
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [pytest.param("2.15.3", False, marks=pytest.mark.slow), ("2.16.0", True)],
+)
 def test_an_unseen_torch_is_warned_of(version: str, warns: bool) -> None:
     code = (
         "import torch, warnings; "
