@@ -30,7 +30,7 @@ def counted(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     ("strategy", "loss"),
     [
         (mesh(pp=2, dp=2, zero=2, microbatches=2), lm_loss),
-        (mesh(tp=2, dp=2, zero=3), counted),
+        pytest.param(mesh(tp=2, dp=2, zero=3), counted, marks=pytest.mark.slow),
     ],
     ids=["pp2-dp2-zero2", "tp2-dp2-zero3"],
 )

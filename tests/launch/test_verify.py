@@ -74,7 +74,7 @@ def test_a_program_that_equals_plain_pytorch() -> None:
 @pytest.mark.parametrize(
     ("extra", "parted"),
     [
-        (lambda x: x * x.shape[0], "the forward of 1"),
+        pytest.param(lambda x: x * x.shape[0], "the forward of 1", marks=pytest.mark.slow),
         (ScaledGradient.apply, "the backward of 1"),
     ],
     ids=["forward", "backward"],
