@@ -146,7 +146,7 @@ class Ours:
 
         program = piper.compile(model, order(microbatches), inputs=(x,), targets=(y,), loss=loss_fn)
         self.add = torch._foreach_add_
-        self.runners = Timed(program.compiler)
+        self.runners = Timed(program.compiler, program.device)
         comm = Loopback(Hub(accelerator=False), 0)
         mine = device_programs(program)(0)
         state = DeviceState(mine, program.device, first_weights(program))

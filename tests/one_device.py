@@ -276,9 +276,9 @@ _GRADIENTS = (Kind.INPUT_GRAD, Kind.PARAMETER_GRAD)
 
 def runners_of(captured: Captured) -> list[dict[Pass, Runner]]:
     """Callables for every chunk's passes; each distinct program is compiled once."""
-    compiled = captured.compiler.compile
+    compiled, where = captured.compiler.compile, captured.device
     made = {
-        program: {which: compiled(f, which) for which, f in program.functions.items()}
+        program: {which: compiled(f, which, where) for which, f in program.functions.items()}
         for program in captured.unique_programs
     }
     return [made[program] for program in captured.programs]

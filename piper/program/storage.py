@@ -199,7 +199,7 @@ def load(
         file: _File = decode(_File, parsed(files["program.json"]))
         device = device_named(file.device)
     with _reading(folder, "graphs.json"):
-        graphs = rows(parsed(files["graphs.json"]), lambda x: program_from_json(x, device))
+        graphs = rows(parsed(files["graphs.json"]), program_from_json)
     with _reading(folder, "program.json"):
         training = _step_from_file(file.training, graphs, constants[0])
         read = Parts(

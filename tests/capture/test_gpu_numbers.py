@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from piper.capture.code.gpu_index import move_values, name_gpu
 
-FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 def traced() -> fx.GraphModule:
@@ -48,7 +48,7 @@ def test_values_move_to_the_gpu_of_the_process() -> None:
 def test_without_a_gpu_nothing_changes() -> None:
     module = traced()
     before = module.code
-    name_gpu(module.graph, None)
-    move_values(module, None)
+    name_gpu(module.graph, CPU)
+    move_values(module, CPU)
     module.recompile()
     assert module.code == before

@@ -41,6 +41,7 @@ from tests.reference import Net, assert_equal, assert_equal_to_eager, eager, pip
 from tests.training import sgd
 
 ALL = ("none", "min-cut", "all")
+CPU = torch.device("cpu")
 DENSE = DenseConfig(vocab=19, dim=16, layers=2, heads=4, mlp_dim=12, max_seq=8)
 MOE = MoEConfig(vocab=19, dim=16, layers=2, heads=4, mlp_dim=12, max_seq=8, experts=4)
 
@@ -82,7 +83,7 @@ def test_products_are_written_where_the_caller_wants_them() -> None:
         if function is None:
             continue
         given = [drawn(program.specs[ref]) for ref in function.arguments]
-        run, into = compiler.compile(function, Pass.B), compiler.into(function)
+        run, into = compiler.compile(function, Pass.B, CPU), compiler.into(function)
         plain = run(list(given))
         homes = [torch.full_like(plain[i], float("nan")) for i in into]
         moved = run([*given, *homes])
@@ -119,7 +120,9 @@ def test_what_changes_no_bit_is_left_out() -> None:
     function = program.functions[Pass.B]
     ops = Ops()
     with ops:
-        Eager().compile(function, Pass.B)([drawn(program.specs[r]) for r in function.arguments])
+        Eager().compile(function, Pass.B, CPU)(
+            [drawn(program.specs[r]) for r in function.arguments]
+        )
     aten, rows = torch.ops.aten, ops.seen[0][1] // 6
     assert (aten.pow.Tensor_Scalar, rows * 6) not in ops.seen
     divisions = (aten.div.Scalar, aten.div.Tensor)

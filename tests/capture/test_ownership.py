@@ -30,8 +30,8 @@ POLICIES = ("none", "min-cut", "all")
 class Poisoning(Eager):
     """Runs a pass, then destroys the tensors that it may overwrite."""
 
-    def compile(self, function: Function, which: Pass) -> Runner:
-        run = super().compile(function, which)
+    def compile(self, function: Function, which: Pass, where: torch.device) -> Runner:
+        run = super().compile(function, which, where)
         consumed = [i for i, ref in enumerate(function.arguments) if ref in function.consumes]
 
         def poisoned(arguments: list[Tensor]) -> list[Tensor]:

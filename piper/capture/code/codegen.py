@@ -22,7 +22,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from piper.base.arguments import CompilerName
 from piper.base.errors import CaptureError
 from piper.capture.code.chunk_program import ChunkProgram, Function
-from piper.capture.code.gpu_index import gpu_for, move_values, name_gpu
+from piper.capture.code.gpu_index import make_fakes, move_values, name_gpu
 from piper.capture.code.peephole import leave_out, products_of, write_into
 from piper.capture.code.strides import keep_strides, strides_of
 from piper.capture.graphs import module_of
@@ -49,7 +49,9 @@ class Compiler(Protocol):
         """Results that the callable can write into contiguous tensors of the caller. These tensors
         may follow the arguments: one for each such result, or None."""
 
-    def compile(self, function: Function, which: Pass) -> Runner: ...
+    def compile(self, function: Function, which: Pass, where: torch.device) -> Runner:
+        """A callable for tensors on ``where``."""
+        ...
 
 
 class Eager:
@@ -67,10 +69,10 @@ class Eager:
         products = products_of(function.module.graph)
         return tuple(i for i in products if function.results[i].kind is Kind.PARAMETER_GRAD)
 
-    def compile(self, function: Function, which: Pass) -> Runner:
+    def compile(self, function: Function, which: Pass, where: torch.device) -> Runner:
         graph = fx.Graph()
         graph.output(graph.graph_copy(function.module.graph, {}))
-        name_gpu(graph, gpu_for(graph))
+        name_gpu(graph, where)
         into = self.into(function)
         write_into(graph, into)
         leave_out(graph)
@@ -135,7 +137,7 @@ class Inductor:
     def into(self, function: Function) -> tuple[int, ...]:
         return ()
 
-    def compile(self, function: Function, which: Pass) -> Runner:
+    def compile(self, function: Function, which: Pass, where: torch.device) -> Runner:
         from torch._inductor.compile_fx import compile_fx_inner
 
         compiler_config: Any = torch.compiler.config
@@ -144,10 +146,10 @@ class Inductor:
         results = graph.output_node()
         # the other passes were traced with the present strides of these results
         results.meta["user_visible_output_idxs"] = list(range(len(function.results)))
-        gpu = gpu_for(graph)
-        name_gpu(graph, gpu)
+        name_gpu(graph, where)
+        make_fakes(graph, where)
         module = module_of(graph)
-        move_values(module, gpu)
+        move_values(module, where)
         seeds = take_seeds(graph)
         fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         consumed = [i for i, ref in enumerate(function.arguments) if ref in function.consumes]
@@ -198,16 +200,18 @@ def compiler_named(name: str) -> Compiler:
 
 
 class Runners:
-    """Callables for programs' passes, each compiled once, at its first use."""
+    """Callables for programs' passes on one device, each compiled once, at its first use."""
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, where: torch.device) -> None:
         self.compiler = compiler
+        self._where = where
         self._made: dict[tuple[ChunkProgram, Pass], Runner] = {}
 
     def get(self, program: ChunkProgram, which: Pass) -> Runner:
         key = program, which
         if key not in self._made:
-            self._made[key] = self.compiler.compile(program.functions[which], which)
+            function = program.functions[which]
+            self._made[key] = self.compiler.compile(function, which, self._where)
         return self._made[key]
 
 

@@ -6,41 +6,47 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _pytree as pytree
 
 
-def gpu_for(graph: fx.Graph) -> torch.device | None:
-    """The current GPU of this process, if the graph runs on a GPU."""
-    values = (node.meta.get("val") for node in graph.nodes)
-    if not any(isinstance(x, Tensor) and x.device.type == "cuda" for x in values):
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def name_gpu(graph: fx.Graph, gpu: torch.device | None) -> None:
-    """Replace every GPU that the graph names, which was current at tracing, by ``gpu``."""
-    if gpu is None:
+def name_gpu(graph: fx.Graph, where: torch.device) -> None:
+    """Replace every GPU that the graph names, which was current at tracing, by ``where``."""
+    if where.type != "cuda":
         return
 
     def named(item: Any) -> Any:
-        return gpu if isinstance(item, torch.device) and item.type == gpu.type else item
+        return where if isinstance(item, torch.device) and item.type == "cuda" else item
 
     for node in graph.nodes:
         node.args = map_aggregate(node.args, named)
         node.kwargs = map_aggregate(node.kwargs, named)
 
 
-def move_values(module: fx.GraphModule, gpu: torch.device | None) -> None:
-    """Move the fake values of a graph to ``gpu``, which its ops name."""
+def make_fakes(graph: fx.Graph, where: torch.device) -> None:
+    """Fake tensors on ``where`` in place of the values of a graph from a file."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+
+    def fake(x: Tensor) -> Tensor:
+        return x if isinstance(x, FakeTensor) else _like(x, where)
+
+    with mode:
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = pytree.tree_map_only(Tensor, fake, node.meta["val"])
+
+
+def move_values(module: fx.GraphModule, where: torch.device) -> None:
+    """Move the fake values of a graph to ``where``, a GPU that its ops name."""
     starts = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     fakes = [x for x in starts if isinstance(x, FakeTensor) and x.device.type != "cpu"]
-    if gpu is None or all(x.device == gpu for x in fakes):
+    if where.type != "cuda" or all(x.device == where for x in fakes):
         return
     mode = fakes[0].fake_mode
     with mode:
-        moved = [_like(x, gpu) if any(x is fake for fake in fakes) else x for x in starts]
+        moved = [_like(x, where) if any(x is fake for fake in fakes) else x for x in starts]
     FakeTensorProp(module, mode).propagate_dont_convert_inputs(*moved)
 
 

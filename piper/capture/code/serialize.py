@@ -17,7 +17,6 @@ import msgspec
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piper.base.codec import ArrayRecord, Count, decode, encode, picked
 from piper.base.errors import PiperError
@@ -75,8 +74,8 @@ def program_to_json(program: ChunkProgram) -> Json:
     return encode(_ProgramFile, _ProgramFile(functions, tuple(program.specs.items())))
 
 
-def program_from_json(data: Json, device: torch.device) -> ChunkProgram:
-    mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+def program_from_json(data: Json) -> ChunkProgram:
+    """The program of ``data``. The values of its graphs are on the meta device."""
     file: _ProgramFile = decode(_ProgramFile, data)
     specs = dict(file.specs)
     functions = {}
@@ -85,13 +84,11 @@ def program_from_json(data: Json, device: torch.device) -> ChunkProgram:
             raise MalformedError("it lacks the pass F")
         for which, function in file.functions.items():
             with within(which.value):
-                functions[which] = _function_from_file(function, specs, mode, device)
+                functions[which] = _function_from_file(function, specs)
     return ChunkProgram(functions, specs)
 
 
-def _function_from_file(
-    file: _FunctionFile, specs: Mapping[Ref, TensorSpec], mode: FakeTensorMode, device: torch.device
-) -> Function:
+def _function_from_file(file: _FunctionFile, specs: Mapping[Ref, TensorSpec]) -> Function:
     for refs in (file.arguments, file.results, file.consumes):
         if unknown := set(refs) - specs.keys():
             raise MalformedError(f"nothing is said of {unknown.pop()} in specs")
@@ -100,7 +97,7 @@ def _function_from_file(
     if not set(file.consumes).issubset(file.arguments):
         raise MalformedError("what is consumed must be among the arguments")
     with within("graph"):
-        module = _graph_from_file(file.graph, mode, device)
+        module = _graph_from_file(file.graph)
         _check_ends(module.graph, file.arguments, file.results, specs)
     return Function(
         module=module,
@@ -144,9 +141,7 @@ def _graph_to_file(graph: fx.Graph) -> tuple[_NodeFile, ...]:
     )
 
 
-def _graph_from_file(
-    file: tuple[_NodeFile, ...], mode: FakeTensorMode, device: torch.device
-) -> fx.GraphModule:
+def _graph_from_file(file: tuple[_NodeFile, ...]) -> fx.GraphModule:
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     seen: set[str] = set()
@@ -160,12 +155,11 @@ def _graph_from_file(
                 raise MalformedError(f"{item.name} is there twice")
             seen.add(item.name)
             node = _node_from_file(graph, item, nodes)
-            with mode:
-                if isinstance(item.value, TensorSpec):
-                    node.meta["val"] = item.value.empty(device)
-                elif item.value:
-                    parts = item.value["several"]
-                    node.meta["val"] = tuple(part and part.empty(device) for part in parts)
+            if isinstance(item.value, TensorSpec):
+                node.meta["val"] = item.value.empty(_META)
+            elif item.value:
+                parts = item.value["several"]
+                node.meta["val"] = tuple(part and part.empty(_META) for part in parts)
         nodes.append(node)
     if not nodes:
         raise MalformedError("a graph has at least an output")
@@ -277,6 +271,7 @@ def device_named(name: Json) -> torch.device:
 
 
 _DEPTH = 4
+_META = torch.device("meta")
 _CONSTANTS: Mapping[str, torch.dtype | torch.layout | torch.memory_format] = {
     name: item
     for name, item in vars(torch).items()

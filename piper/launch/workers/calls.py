@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
-import torch
 
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.serialize import program_from_json
@@ -74,9 +73,9 @@ def unpacked(modules: tuple[str, ...], script: str | None, content: bytes) -> An
     return cloudpickle.loads(content)
 
 
-def program(content: bytes, kind: torch.device) -> ChunkProgram:
+def program(content: bytes) -> ChunkProgram:
     """A chunk's program from its plain data."""
-    return program_from_json(pickle.loads(content), kind)
+    return program_from_json(pickle.loads(content))
 
 
 def found(module: str, name: str) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch
 
 from piper.base.errors import PiperError
 from piper.capture.code.chunk_program import ChunkProgram
@@ -79,8 +78,6 @@ def by_value(item: Any, pickled: Pickled | None = None, own: Any = None) -> byte
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.pickled, pickler.own = pickled or Pickled(), own
-    if isinstance(item, DeviceProgram):
-        pickler.kind = item.kind
     pickler.dump(item)
     return buffer.getvalue()
 
@@ -97,8 +94,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     compiled class the copy is useless. Such classes (``safetensors.safe_open`` is one) name the
     module ``builtins``. They are imported by name from a module that has them."""
 
-    kind = torch.device("cpu")
-    """The kind of device that chunks were compiled for."""
     pickled: Pickled
     own: Any
 
@@ -108,7 +103,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, ChunkProgram) and item.functions:
             content = self.pickled.of(item, lambda: program_to_json(item))
-            return program, (content, self.kind)
+            return program, (content,)
         if isinstance(item, Plan):
             return pickle.loads, (self.pickled.of(item, lambda: item),)
         if isinstance(item, type) and item.__module__ == "builtins":

@@ -60,7 +60,7 @@ class ProcessLinks:
             comm = Nccl(number, plans, store, self._timeout, where, program.streams)
         else:
             comm = Gloo(number, plans, store, self._timeout, alone=self._alone)
-        return comm, Runners(program.compiler)
+        return comm, Runners(program.compiler, where)
 
     def exchange(
         self, job: str, number: int, room: NextState, wants: Mapping[int, Sequence[Slice]]

@@ -77,7 +77,7 @@ class _Links:
         self, job: str, program: DeviceProgram, where: torch.device
     ) -> tuple[Loopback, Runners]:
         if self._runners is None or job != self._job:
-            self._job, self._runners = job, Runners(program.compiler)
+            self._job, self._runners = job, Runners(program.compiler, where)
             self.hub = Hub(where.type == "cuda")
         return Loopback(self.hub, program.device), self._runners
 
