@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import os
 import pickle
 import re
@@ -39,6 +40,7 @@ import piper
 from piper.launch.workers.pickling import by_value
 from piper.runtime.comm.communicators import communicators_of
 from piper.runtime.comm.gloo import Gloo
+from piper.strategies import mesh
 from tests.scripts import faulty
 from tests.scripts.cases import ON_FOUR, ON_ONE, ON_TWO, acting, batches, differences, numbers
 from tests.scripts.faulty import Act
@@ -123,6 +125,38 @@ def expected(case: str) -> dict[str, Tensor]:
 
 def launch(program: piper.Program, **options: Any) -> piper.Trainer:
     return piper.launch(program, on="processes", threads=1, **options)
+
+
+COMPILERS = {"sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"} | {
+    "torch.export._trace",
+    "torch.fx.experimental.symbolic_shapes",
+    "transformers",
+    "piper.capture.model",
+    "piper.lower.lower",
+    "piper.program.program",
+}
+
+
+def test_workers_import_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even after a step: compilers would take longer to import than all else."""
+    (tmp_path / "asked.py").write_text(
+        "import sys\n\ndef imported(device):\n    return set(sys.modules)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    x = torch.randn(4, 3)
+    program = piper.compile(
+        nn.Linear(3, 3),
+        mesh(dp=2, zero=1),
+        inputs=(x,),
+        targets=(x,),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters),
+    )
+    with launch(program) as trainer:
+        trainer.step(x, x)
+        group: Any = trainer._worker_group
+        there = group.call(importlib.import_module("asked").imported)
+    assert [modules & COMPILERS for modules in there] == [set(), set()]
 
 
 def test_all_groups_of_a_process_share_one_thread() -> None:

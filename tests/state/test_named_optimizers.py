@@ -4,6 +4,9 @@ tensors under ZeRO, each equal to plain PyTorch with the same factory."""
 from __future__ import annotations
 
 import functools
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from piper import DirectiveError, PiperError, annotate
 from piper.lower.state.packing import in_a_row, packed
 from piper.state.optimizer.factory import takes_names
 from piper.strategies.directives import Directive, place, replicate, shard
+from tests.scripts import known_optimizers
 from tests.training import (
     Batch,
     Optimizer,
@@ -439,3 +443,12 @@ def test_a_bucket_has_room_for_a_tensor_of_every_device() -> None:
     program = compiled(net(), zero(1, 4, bucket_mb=1e-6), loss, data(), optimizer=several)
     (bucket,) = [b for b in program.buckets if not b.sliced]
     assert bucket.share * bucket.within == bucket.elements
+
+
+def test_without_the_tracer_they_train_the_same() -> None:
+    """As in worker processes."""
+    command = [sys.executable, "-m", "tests.scripts.known_optimizers"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    trained, imported = json.loads(printed)
+    assert trained == known_optimizers.trained()
+    assert not imported

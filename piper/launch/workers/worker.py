@@ -40,6 +40,7 @@ from piper.launch.workers.process_links import ProcessLinks
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.executor import CommunicationError
 from piper.state.device_program import DeviceProgram
+from piper.state.optimizer.untraced import leave_out_tracer
 
 
 class _NobodyThereError(Exception):
@@ -83,6 +84,7 @@ def _end_with_parent(folder: Path) -> None:
 def _serve(connection: Connection, folder: Path) -> None:
     task: WorkerTask = _next(connection)
     sys.path[:] = [*task.paths, *(p for p in sys.path if p not in task.paths)]
+    leave_out_tracer()
     for module in task.options.imports:
         importlib.import_module(module)
     device = WorkerDevice(task.device, _Links(task, folder), task.options)
