@@ -64,6 +64,10 @@ def train(
         Path | None,
         typer.Option(help="Continue from this checkpoint, or from the last one of another run."),
     ] = None,
+    new_settings: Annotated[
+        bool,
+        typer.Option("--new-settings", help="Continue with the optimizer settings of the job."),
+    ] = False,
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 10,
     keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 1,
     export: Annotated[
@@ -113,12 +117,14 @@ def train(
                 every=None if folder is None else every,
                 keep=None if folder is None else keep,
                 resume=load or resume is not None,
+                new_settings=new_settings,
                 callbacks=[report],
                 progress=not as_json and sys.stderr.isatty(),
                 pad=job.pad,
             )
             if trainer.steps:
                 output.say(f"resuming after step {trainer.steps}")
+            loop.refuse_last()
             try:
                 for _ in loop:
                     pass

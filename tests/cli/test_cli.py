@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -370,6 +371,28 @@ def test_a_run_that_is_stopped_keeps_its_last_whole_step(
     rest = losses(script, "--resume", state)
     assert rest == pytest.approx(losses(script)[4:], rel=1e-6)
     assert "stopped at step 4; nothing is saved" in run("train", path, "-m", TWO, code=code).stderr
+
+
+def test_new_settings_are_those_of_the_job(script: str, tmp_path: Path) -> None:
+    state, path = tmp_path / "state", tmp_path / "slower_job.py"
+    path.write_text(SCRIPT.replace("lr=1e-2", "lr=1e-3"))
+    run("train", script, "-m", TWO, "--steps", 2, "--save", state)
+    with pytest.warns(
+        PiperWarning, match=r"lr=0\.01 \(given 0\.001\).*--new-settings to piper train"
+    ):
+        restored = losses(path, "--load", state)
+    assert restored == losses(script, "--load", state)
+    with warnings.catch_warnings(action="error", category=PiperWarning):
+        assert losses(path, "--load", state, "--new-settings")[1:] != restored[1:]
+
+
+def test_a_loader_with_a_smaller_last_batch_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "uneven_job.py"
+    loader = "torch.utils.data.DataLoader([(torch.ones(4),) * 2] * 11, 8)"
+    path.write_text(SCRIPT.replace("batches=batches", f"batches={loader}"))
+    found = run("train", path, "-m", TWO, code=1)
+    assert "drop the last, smaller batch" in found.stderr
+    assert "step 1:" not in found.stdout
 
 
 def test_steps_and_epochs_count_the_whole_run(script: str, tmp_path: Path) -> None:

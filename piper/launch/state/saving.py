@@ -203,7 +203,8 @@ def load(
         listed = ", ".join(f"{name}={old} (given {new})" for name, (old, new) in changed.items())
         warn(
             f"{path} was saved with other settings of the optimizer, which are restored: {listed}. "
-            "For the given ones, pass new_settings=True to trainer.load or fit"
+            "For the given ones, pass new_settings=True to trainer.load or fit, or --new-settings "
+            "to piper train"
         )
     _read_parts(group, folder, index)
     rest: dict[str, Tensor] = {}
