@@ -72,7 +72,7 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
         "rank 0 gives its own rows of the batch (rows=True), and rank 1 a whole one"
     )
     assert first.pop("rows, all").endswith(
-        "With rows=True a batch has 4 rows here, those that trainer.rows says, in this order"
+        "With rows=True a batch has 4 rows here: those of trainer.rows, in this order"
     )
     assert first.pop("rows") == "4 True True True 32"
     assert not first
