@@ -154,8 +154,8 @@ class Shown:
 
 
 def test_progress_has_mfu_and_the_imbalance_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    with shown_progress(2, 0, 1) as show:
-        show(1, 0.5, None, Shown())
+    with shown_progress(2, 0, 1) as display:
+        display.show(1, 0.5, None, Shown())
     assert re.search(r"tokens/s, MFU [\d.,]+%, busiest expert 1.50x, ", capsys.readouterr().err)
 
 

@@ -245,7 +245,7 @@ def test_a_program_keeps_its_outputs_in_a_file(tmp_path: Path) -> None:
     ("choose", "says"),
     [
         (lambda o, y: o, "outputs= returns a tensor: it must return a dict of tensors by name"),
-        (lambda o, y: {"n": 3}, "outputs= returns a int under the name 'n'"),
+        (lambda o, y: {"n": 3}, "outputs= returns an int under the name 'n'"),
         (lambda o, y: {"t": o.T}, "the output 't' has shape .5, 2., and a microbatch on one dev"),
         (lambda o, y: {"s": o.T @ o}, "the output 's' has shape .5, 5., and a microbatch on one"),
         (lambda o, y: {"k": (o.T @ o)[:2]}, "the output 'k' does not have the rows of the batch"),
