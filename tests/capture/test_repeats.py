@@ -252,6 +252,7 @@ def test_a_change_between_calls_is_seen() -> None:
     assert once.repeated == LAYERS - 3
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_the_weights_of_its_blocks() -> None:
     once, each = captures(Penalized(Block))
     assert_same(once, each)
@@ -296,6 +297,7 @@ def test_a_cache_that_nobody_reads_changes_nothing(options: dict[str, int]) -> N
     assert once.repeated == LAYERS - 2
 
 
+@pytest.mark.slow
 def test_a_step_with_a_cache_is_that_without() -> None:
     how = {"microbatches": 2, **of_tokens(logits_loss)}
     on, off = (capture(decoder(use_cache=cache), **how) for cache in (True, False))
