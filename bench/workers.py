@@ -83,7 +83,7 @@ class Launched(Workers):
         self._trainer = stack.enter_context(piper.launch(program, on="processes", threads=1))
         group = self._trainer._worker_group
         assert isinstance(group, ProcessWorkerGroup)
-        self.pids = [worker.process.pid for worker in group._workers]
+        self.pids = [worker.process.pid for worker in group.workers.processes]
 
     def step(self, x: Tensor, y: Tensor) -> float:
         return float(self._trainer.step(x, y).loss)

@@ -13,10 +13,10 @@ from piper.base.modes import without_modes
 from piper.base.units import class_text, seconds_of
 from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.launch_options import Options, TorchrunOptions, WorkerOptions
+from piper.launch.messages.custom_ops import refuse_in_worker
 from piper.launch.running import start
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.trainer import Trainer
-from piper.launch.workers.custom_ops import refuse_in_worker
 from piper.launch.workers.processes import ProcessWorkerGroup
 from piper.launch.workers.torchrun import TorchrunWorkerGroup
 from piper.launch.workers.virtual import VirtualWorkerGroup

@@ -146,7 +146,7 @@ def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: P
         assert_profiled(trainer, program)
         assert_same(list(trainer.state_dict().values()), profiled)
         group = trainer._worker_group
-        workers = [worker.process for worker in group._workers]
+        workers = [worker.process for worker in group.workers.processes]
         folder = Path(group._folder.name)
         threading.Timer(0.2, os.kill, (workers[2].pid, signal.SIGKILL)).start()
         # at an instruction, or at none if it died between two steps

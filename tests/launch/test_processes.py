@@ -37,7 +37,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import piper
-from piper.launch.workers.pickling import by_value
+from piper.launch.messages.pickling import by_value
 from piper.runtime.comm.communicators import communicators_of
 from piper.runtime.comm.gloo import Gloo
 from piper.strategies import mesh

@@ -1,1 +1,1 @@
-"""Worker groups of virtual devices, of local processes, and under torchrun."""
+"""Worker groups: of virtual devices, of worker processes, under torchrun."""

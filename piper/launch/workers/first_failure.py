@@ -1,17 +1,20 @@
 """The answers of workers to a call. The first worker that fails, dies or is silent ends the wait,
-with an error that names its device, its instruction and the cause."""
+with a failure that names its device, its instruction and the cause."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import cloudpickle
+
 from piper.base.errors import CapacityError, PiperError, WorkerError
-from piper.launch.workers.calls import Failure, receive
+from piper.launch.messages.calls import Failure, receive
 from piper.launch.workers.worker_process import GRACE, WorkerProcess
 
 _LOOK = 1.0
@@ -19,42 +22,82 @@ _LOOK = 1.0
 find dead workers whose connection another process holds open."""
 
 
-def answers_of(workers: Sequence[WorkerProcess], timeout: float) -> list[Any]:
-    """The answers of all workers. If one gives none, the caller has to end them."""
-    answers: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout
-    while len(answers) < len(workers):
-        waiting = [w for w in workers if w.device not in answers]
-        left = deadline - time.monotonic()
-        ready = wait([w.connection for w in waiting], timeout=min(_LOOK, max(0.0, left)))
-        for worker in waiting:
-            if worker.connection in ready:
-                answers[worker.device] = _answer(worker, workers)
-            elif worker.process.poll() is not None and not worker.connection.poll():
-                raise _death(worker)
-        if left <= 0:
-            lines = [f"no answer within {timeout:g} s"]
-            lines += [f"  from the worker of device {w.device}{w.at}" for w in waiting]
-            raise WorkerError("\n".join(lines))
-    return [answers[worker.device] for worker in workers]
+@dataclass(frozen=True, slots=True)
+class FailedCall:
+    """Why a call has no answers, as plain data."""
+
+    text: str
+    cause: bytes | None = None
+    """The worker's own error, if it can be pickled."""
+    consequence: bool = False
+    """Whether another worker most likely failed first."""
+
+    def error(self) -> PiperError:
+        """The error for the caller."""
+        cause: BaseException | None = None
+        if self.cause is not None:
+            with contextlib.suppress(Exception):
+                cause = cloudpickle.loads(self.cause)
+        error = WorkerError(self.text)
+        if isinstance(cause, CapacityError):
+            cause.__cause__ = error
+            return cause
+        error.__cause__ = cause
+        return error
 
 
-def _answer(worker: WorkerProcess, workers: Sequence[WorkerProcess]) -> Any:
-    try:
-        answer = receive(worker.connection)
-    except (EOFError, OSError):
-        raise _death(worker) from None
-    if isinstance(answer, Failure):
-        raise _failure(worker, answer, workers)
-    worker.answered = True
-    return answer
+class Answers:
+    """The answers of all workers to one call, by device. After a failure the caller has to end all
+    workers."""
+
+    def __init__(self, workers: Sequence[WorkerProcess], timeout: float) -> None:
+        self._workers = workers
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._known: dict[int, Any] = {}
+
+    def within(self, seconds: float) -> dict[int, Any] | FailedCall | None:
+        """All answers; None if they take longer than ``seconds``."""
+        end = time.monotonic() + seconds
+        while waiting := [w for w in self._workers if w.device not in self._known]:
+            now = time.monotonic()
+            left = max(0.0, min(_LOOK, end - now, self._deadline - now))
+            ready = wait([w.connection for w in waiting], timeout=left)
+            for worker in waiting:
+                if worker.connection in ready:
+                    if (failure := self._receive(worker)) is not None:
+                        return failure
+                elif worker.process.poll() is not None and not worker.connection.poll():
+                    return _death(worker)
+            if self._deadline <= now:
+                return _late(self._timeout, waiting)
+            if end <= now:
+                return None
+        return self._known
+
+    def _receive(self, worker: WorkerProcess) -> FailedCall | None:
+        try:
+            answer = receive(worker.connection)
+        except (EOFError, OSError):
+            return _death(worker)
+        if isinstance(answer, Failure):
+            return _failure(worker, answer, self._workers)
+        worker.answered = True
+        self._known[worker.device] = answer
+        return None
+
+
+def _late(timeout: float, waiting: Iterable[WorkerProcess]) -> FailedCall:
+    lines = [f"no answer within {timeout:g} s"]
+    lines += [f"  from the worker of device {w.device}{w.at}" for w in waiting]
+    return FailedCall("\n".join(lines), consequence=True)
 
 
 def _failure(
     worker: WorkerProcess, failure: Failure, workers: Sequence[WorkerProcess]
-) -> PiperError:
-    """The error of a worker. A failed communication is most likely a consequence, so first look for
-    its cause in the other workers."""
+) -> FailedCall:
+    """The failure of a worker. A failed communication is most likely a consequence, so first look
+    for its cause in the other workers."""
     deadline = time.monotonic() + GRACE / 2
     while failure.consequence and time.monotonic() < deadline:
         for other in workers:
@@ -65,27 +108,14 @@ def _failure(
             if isinstance(message, Failure) and not message.consequence:
                 worker, failure = other, message
         time.sleep(0.02)
-    cause: BaseException | None = None
-    if failure.cause is not None:
-        import cloudpickle
-
-        with contextlib.suppress(Exception):
-            cause = cloudpickle.loads(failure.cause)
-    error = WorkerError(
-        f"the worker of device {worker.device} failed{worker.at}: {failure.summary}\n"
-        f"{failure.trace}"
-    )
-    if isinstance(cause, CapacityError):
-        cause.__cause__ = error
-        return cause
-    error.__cause__ = cause
-    return error
+    text = f"the worker of device {worker.device} failed{worker.at}: {failure.summary}\n"
+    return FailedCall(text + failure.trace, failure.cause, failure.consequence)
 
 
-def _death(worker: WorkerProcess) -> WorkerError:
+def _death(worker: WorkerProcess) -> FailedCall:
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.process.wait(GRACE)
-    return WorkerError(f"the worker of device {worker.device} died{worker.at}: {worker.ended}")
+    return FailedCall(f"the worker of device {worker.device} died{worker.at}: {worker.ended}")
 
 
 def _said(connection: Connection) -> Any:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from piper.base.errors import PiperError
 from piper.launch.device.report import Refusal
 from piper.launch.device.worker_group import T
+from piper.launch.messages.pickling import Pickled, by_value, received
 from piper.launch.watch.clock import seconds_ahead
-from piper.launch.workers.pickling import Pickled, by_value, received
 
 
 class ManyTrainers:

@@ -33,9 +33,9 @@ from piper.capture.code.codegen import Runners
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.driving import alone
 from piper.launch.device.local_devices import COMPUTING, LocalDevices
+from piper.launch.messages.calls import Call, Failure, WorkerTask, dumped, send
 from piper.launch.watch.faults import described
 from piper.launch.watch.liveness import Monitor
-from piper.launch.workers.calls import Call, Failure, WorkerTask, dumped, send
 from piper.launch.workers.process_links import ProcessLinks
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.executor import CommunicationError
@@ -106,12 +106,17 @@ def _serve(connection: Connection, folder: Path) -> None:
 
 
 class _Links(ProcessLinks):
-    """The workers find each other in a file of the folder: a TCP port would be open to others."""
+    """The workers of one machine find each other in a file of the folder: a TCP port would be open
+    to others."""
 
     def __init__(self, task: WorkerTask, folder: Path) -> None:
-        store = dist.FileStore(str(folder / "store"))
+        store: dist.Store
+        if task.store is None:
+            store = dist.FileStore(str(folder / "store"))
+        else:
+            store = dist.TCPStore(task.store.host, task.store.port)
         store.set_timeout(timedelta(seconds=task.options.start_timeout))
-        super().__init__(store, task.local, task.options, alone=True)
+        super().__init__(store, task.local, task.options, alone=task.store is None)
 
     def connect(
         self, job: str, program: DeviceProgram, where: torch.device

@@ -20,8 +20,8 @@ from piper.capture.code.serialize import program_to_json
 from piper.ir.plan.plan import Plan
 from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.device.worker_group import BatchRows, Each
-from piper.launch.workers.calls import found, program, unpacked
-from piper.launch.workers.custom_ops import defining_modules
+from piper.launch.messages.calls import found, program, unpacked
+from piper.launch.messages.custom_ops import defining_modules
 from piper.state.device_program import DeviceProgram
 
 
@@ -38,14 +38,14 @@ class Pickled:
         return self._made[id(item)][1]
 
 
-def sendable(given: Any, device: int, folder: Path, pickled: Pickled) -> Any:
+def sendable(given: Any, device: int, weights: Path, pickled: Pickled) -> Any:
     """One device's argument of a call in a form that ``pickle`` sends to its process. Initial
-    weights go through a file in ``folder``, once for all devices."""
+    weights go through the file ``weights``, once for all devices."""
     item = given.of(device) if isinstance(given, Each | BatchRows) else given
     if isinstance(given, BatchRows):
         return [x.cpu().clone() for x in item]
     if isinstance(item, FirstWeights):
-        return _Packed(item.in_file(folder / "weights.pt"), (), None, pickled)
+        return _Packed(item.in_file(weights), (), None, pickled)
     if isinstance(item, DeviceProgram):
         return _Packed(item, *defining_modules(*(code for _, code in item.steps)), pickled)
     return item

@@ -15,8 +15,16 @@ import cloudpickle
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.serialize import program_from_json
 from piper.launch.launch_options import WorkerOptions
-from piper.launch.workers.custom_ops import define
+from piper.launch.messages.custom_ops import define
 from piper.runtime.torch_flags import Flags
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """The store by which workers on several machines find each other: a TCP port."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,8 @@ class WorkerTask:
     """The index of its GPU on the machine, if it uses one."""
     paths: tuple[str, ...]
     """``sys.path`` of its parent."""
+    store: StoreAddress | None
+    """None if all workers are on this machine: they find each other in a file."""
     options: WorkerOptions
 
 

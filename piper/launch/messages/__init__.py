@@ -1,0 +1,1 @@
+"""What goes between a trainer and worker processes."""

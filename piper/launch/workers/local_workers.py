@@ -1,0 +1,128 @@
+"""The worker processes of one machine: how they start, get calls and end.
+
+They share a folder that only this user can read. Nothing is left of them when they end, when the
+process that started them is killed, or when this object is garbage-collected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from piper.base.errors import WorkerError
+from piper.launch.launch_options import WorkerOptions
+from piper.launch.messages.calls import StoreAddress, WorkerTask, dumped
+from piper.launch.workers.first_failure import Answers
+from piper.launch.workers.process_links import refuse_too_few_gpus
+from piper.launch.workers.worker_process import GRACE, WorkerProcess, spawned
+
+
+class LocalWorkers:
+    """A worker process for each of some devices."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._folder = tempfile.TemporaryDirectory(prefix="piper-")
+        self.folder = Path(self._folder.name)
+        self.processes: list[WorkerProcess] = []
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._finalizer = weakref.finalize(self, _end, self._started, self._folder)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all have answered a call."""
+        return all(worker.answered for worker in self.processes)
+
+    @property
+    def devices(self) -> list[int]:
+        return [worker.device for worker in self.processes]
+
+    def seat(
+        self, devices: Iterable[int], kind: torch.device, store: StoreAddress | None = None
+    ) -> None:
+        """Start workers for new devices, and end the others. They find each other in ``store``, or
+        without one in a file of the folder."""
+        self.refuse_ended()
+        wanted = sorted(devices)
+        if kind.type == "cuda":
+            refuse_too_few_gpus(len(wanted), share=self._options.share_gpus)
+        self._retire([worker for worker in self.processes if worker.device not in wanted])
+        used = {worker.local for worker in self.processes}
+        free = (local for local in itertools.count() if local not in used)
+        new = [device for device in wanted if device not in self.devices]
+        workers = []
+        for device, local in zip(new, free, strict=False):
+            workers.append(spawned(device, local, self.folder))
+            self._started.append(workers[-1].process)
+        self.processes = sorted([*self.processes, *workers], key=lambda worker: worker.device)
+        for worker in workers:
+            task = WorkerTask(worker.device, worker.local, tuple(sys.path), store, self._options)
+            worker.send(dumped(task))
+
+    def begin(self, device: int, message: bytes) -> None:
+        """Send a call to a worker, as soon as it reads; ``answers`` must follow."""
+        worker = self.processes[self.devices.index(device)]
+        worker.forget_pc()
+        worker.send(message)
+
+    def answers(self, timeout: float) -> Answers:
+        """The answers of all workers to the call that was sent to them."""
+        return Answers(self.processes, timeout)
+
+    def refuse_ended(self) -> None:
+        if not self._finalizer.alive:
+            raise WorkerError("the workers have ended after an error: launch the program again")
+
+    def _retire(self, workers: Sequence[WorkerProcess]) -> None:
+        """End some of the workers."""
+        for worker in workers:
+            worker.send(dumped(None))
+        deadline = time.monotonic() + GRACE
+        for worker in workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            worker.process.kill()
+            worker.process.wait()
+            worker.release()
+            self.processes.remove(worker)
+
+    def close(self) -> None:
+        """End all workers. Those that wait for a call exit by themselves, others are killed."""
+        for worker in self.processes:
+            worker.send(dumped(None))
+        self.end(GRACE)
+
+    def end(self, grace: float = 0.0) -> None:
+        """Kill the workers that do not exit within ``grace`` seconds."""
+        deadline = time.monotonic() + grace
+        for worker in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+        self._finalizer()  # kills the workers that are left, which unblocks their senders
+        for worker in self.processes:
+            worker.release()
+        self.processes.clear()
+
+
+def _end(
+    processes: list[subprocess.Popen[bytes]], folder: tempfile.TemporaryDirectory[str]
+) -> None:
+    """Kill the processes that are left, and remove their shared folder."""
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+    processes.clear()
+    folder.cleanup()
