@@ -147,7 +147,7 @@ def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: P
         assert_same(list(trainer.state_dict().values()), profiled)
         group = trainer._worker_group
         workers = [worker.process for worker in group.workers.processes]
-        folder = Path(group._folder.name)
+        folder = group.workers.folder
         threading.Timer(0.2, os.kill, (workers[2].pid, signal.SIGKILL)).start()
         # at an instruction, or at none if it died between two steps
         with pytest.raises(piper.PiperError, match=r"device 2 died.*SIGKILL"):

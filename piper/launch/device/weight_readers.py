@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -37,9 +38,15 @@ class FirstWeights:
 
     def in_file(self, path: Path) -> FirstWeights:
         """The same with the tensors in a file, which is written unless it is there."""
+        if isinstance(self.given, Path):
+            return self
         if not path.exists():
-            torch.save({n: x.detach() for n, x in self.tensors.items()}, path)
+            self.save(path)
         return replace(self, given=path)
+
+    def save(self, file: Path | BinaryIO) -> None:
+        """Write the tensors to a file, for ``given``."""
+        torch.save({n: x.detach() for n, x in self.tensors.items()}, file)
 
     def __call__(self, name: str) -> FirstTensor:
         if name not in self.tensors:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ class LocalWorkers:
     ) -> None:
         """Start workers for new devices, and end the others. They find each other in ``store``, or
         without one in a file of the folder."""
-        self.refuse_ended()
+        refuse_ended(self._finalizer)
         wanted = sorted(devices)
         if kind.type == "cuda":
             refuse_too_few_gpus(len(wanted), share=self._options.share_gpus)
@@ -68,19 +69,15 @@ class LocalWorkers:
             task = WorkerTask(worker.device, worker.local, tuple(sys.path), store, self._options)
             worker.send(dumped(task))
 
-    def begin(self, device: int, message: bytes) -> None:
-        """Send a call to a worker, as soon as it reads; ``answers`` must follow."""
-        worker = self.processes[self.devices.index(device)]
-        worker.forget_pc()
-        worker.send(message)
-
-    def answers(self, timeout: float) -> Answers:
-        """The answers of all workers to the call that was sent to them."""
+    def call(self, calls: Iterable[tuple[int, bytes]], timeout: float) -> Answers:
+        """Send each worker its message, as soon as this is there. The answers must be waited
+        for."""
+        refuse_ended(self._finalizer)
+        for device, message in calls:
+            worker = self.processes[self.devices.index(device)]
+            worker.forget_pc()
+            worker.send(message)
         return Answers(self.processes, timeout)
-
-    def refuse_ended(self) -> None:
-        if not self._finalizer.alive:
-            raise WorkerError("the workers have ended after an error: launch the program again")
 
     def _retire(self, workers: Sequence[WorkerProcess]) -> None:
         """End some of the workers."""
@@ -111,6 +108,12 @@ class LocalWorkers:
         for worker in self.processes:
             worker.release()
         self.processes.clear()
+
+
+def refuse_ended(finalizer: weakref.finalize[..., Any]) -> None:
+    """Refuse a call to workers that ``finalizer`` has ended."""
+    if not finalizer.alive:
+        raise WorkerError("the workers have ended after an error: launch the program again")
 
 
 def _end(

@@ -45,17 +45,19 @@ class ProcessWorkerGroup(OneTrainer):
         workers: a call that only some received, or an unread answer, would be mistaken for another
         one later."""
         workers, options = self.workers, self._options
-        workers.refuse_ended()
-        threads = options.threads or max(1, (os.cpu_count() or 1) // len(self.devices))
+        threads = options.threads or max(1, (os.cpu_count() or 1) // max(1, len(self.devices)))
         flags, pickled = Flags.here(), Pickled()
-        limit = options.timeout if workers.ready else options.start_timeout
         weights = workers.folder / "weights.pt"
+
+        def message(device: int) -> bytes:
+            given = tuple(sendable(x, device, weights, pickled) for x in arguments)
+            return dumped(Call(method, given, flags, threads))
+
         try:
             # one by one: the first worker can begin while the next one's part is cut
-            for device in self.devices:
-                given = tuple(sendable(x, device, weights, pickled) for x in arguments)
-                workers.begin(device, dumped(Call(method, given, flags, threads)))
-            answers = workers.answers(limit).within(math.inf)
+            calls = ((device, message(device)) for device in self.devices)
+            limit = options.timeout if workers.ready else options.start_timeout
+            answers = workers.call(calls, limit).within(math.inf)
             assert answers is not None
             if isinstance(answers, FailedCall):
                 raise answers.error()
