@@ -46,7 +46,7 @@ class FailedCall:
         return error
 
 
-class Answers:
+class CallAnswers:
     """The answers of all workers to one call, by device. After a failure the caller has to end all
     workers."""
 

@@ -22,7 +22,7 @@ import torch
 from piper.base.errors import WorkerError
 from piper.launch.launch_options import WorkerOptions
 from piper.launch.messages.calls import StoreAddress, WorkerTask, dumped
-from piper.launch.workers.first_failure import Answers
+from piper.launch.workers.first_failure import CallAnswers
 from piper.launch.workers.process_links import refuse_too_few_gpus
 from piper.launch.workers.worker_process import GRACE, WorkerProcess, spawned
 
@@ -69,7 +69,7 @@ class LocalWorkers:
             task = WorkerTask(worker.device, worker.local, tuple(sys.path), store, self._options)
             worker.send(dumped(task))
 
-    def call(self, calls: Iterable[tuple[int, bytes]], timeout: float) -> Answers:
+    def call(self, calls: Iterable[tuple[int, bytes]], timeout: float) -> CallAnswers:
         """Send each worker its message, as soon as this is there. The answers must be waited
         for."""
         refuse_ended(self._finalizer)
@@ -77,7 +77,7 @@ class LocalWorkers:
             worker = self.processes[self.devices.index(device)]
             worker.forget_pc()
             worker.send(message)
-        return Answers(self.processes, timeout)
+        return CallAnswers(self.processes, timeout)
 
     def _retire(self, workers: Sequence[WorkerProcess]) -> None:
         """End some of the workers."""
