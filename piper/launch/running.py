@@ -52,21 +52,20 @@ def train(
     *,
     report: bool = True,
     own_rows: bool = False,
+    observe: ProfileKind | None = None,
 ) -> Report:
-    """Train on one batch. With ``own_rows`` it has only the rows of this process."""
+    """Train on one batch, and measure what ``observe`` says of the step. With ``own_rows`` the
+    batch has only the rows of this process."""
     rows = rows_of(group) if own_rows else None
-    _refuse_other_steps(group, batch, rows)
+    if group.agreement is not None:
+        group.agreement.refuse_other_steps(
+            batch, rows, lambda: [x for groups in group.call(WorkerDevice.groups) for x in groups]
+        )
     given = BatchRows(program, batch, rows)
-    return _told(group, program, group.call(WorkerDevice.step, given, report))
-
-
-def profile(
-    group: WorkerGroup, program: Program, batch: Sequence[Tensor], what: ProfileKind
-) -> Report:
-    """Train on one batch, and measure the step."""
-    _refuse_other_steps(group, batch, None)
-    given = BatchRows(program, batch)
-    return Report.joined(answers_of_all(group, group.call(WorkerDevice.profile, given, what)))
+    if observe is None:
+        return _told(group, program, group.call(WorkerDevice.step, given, report))
+    own = [report.on_host() for report in group.call(WorkerDevice.profile, given, observe)]
+    return Report.joined(answers_of_all(group, own))
 
 
 def evaluate(
@@ -93,15 +92,6 @@ def export(group: WorkerGroup, only: frozenset[str] | None = None) -> list[list[
 def restore(group: WorkerGroup, tensors: Mapping[str, Tensor]) -> None:
     """Replace parameters and buffers."""
     group.call(WorkerDevice.restore, dict(tensors))
-
-
-def _refuse_other_steps(
-    group: WorkerGroup, batch: Sequence[Tensor], rows: Sequence[int] | None
-) -> None:
-    if group.agreement is not None:
-        group.agreement.refuse_other_steps(
-            batch, rows, lambda: [x for groups in group.call(WorkerDevice.groups) for x in groups]
-        )
 
 
 def _told(group: WorkerGroup, program: Program, reports: Sequence[Report]) -> Report:

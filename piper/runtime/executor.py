@@ -29,7 +29,6 @@ from piper.runtime.instructions.redistribution import redistribute, select
 from piper.runtime.instructions.scalars import sum_scalar
 from piper.runtime.instructions.update import gather, reduce, update
 from piper.runtime.pending import BoundInstruction, Pending
-from piper.runtime.streams.recording import Recorder
 from piper.runtime.streams.streams import BoundStreams, Streams
 from piper.state.device.device_state import DeviceState
 
@@ -40,6 +39,16 @@ class ProgramCounter(Protocol):
     def __getitem__(self, index: int, /) -> int: ...
 
     def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
+class Observer(Protocol):
+    """Notes something of every run of a plan."""
+
+    def wrapped(
+        self, execute: BoundInstruction, pc: int, context: ExecutionContext
+    ) -> BoundInstruction:
+        """``execute``, observed."""
+        ...
 
 
 class CommunicationError(InstructionError):
@@ -81,8 +90,8 @@ class Executor:
         self.at: ProgramCounter = [0]
         """The program counter, for readers outside; may be in shared memory."""
 
-    def load(self, plan: Plan, code: Executables, recorder: Recorder | None = None) -> LoadedPlan:
-        """Binds the instructions of ``plan``. ``recorder``, if given, times every run."""
+    def load(self, plan: Plan, code: Executables, observer: Observer | None = None) -> LoadedPlan:
+        """Binds the instructions of ``plan``. ``observer``, if given, notes every run."""
         context = ExecutionContext(self.state, self.comm, self.runners, plan, code)
         ops: list[LoadedInstruction] = []
         bound = self.streams.bind(plan, context.slots)
@@ -94,8 +103,8 @@ class Executor:
             else:
                 execute = _load(context, x)
             after = [slot for slot in x.frees if slot not in last]
-            if recorder is not None:
-                execute = recorder.wrapped(execute, pc)
+            if observer is not None:
+                execute = observer.wrapped(execute, pc, context)
             ops.append(LoadedInstruction(pc, x.ends, bound.wrapped(execute, pc), tuple(after)))
         if self.comm.any_order:
             ops.sort(key=lambda op: plan.instructions[op.pc].issued_at(op.pc))

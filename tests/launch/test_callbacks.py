@@ -16,7 +16,15 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import piper
-from piper.callbacks import CSV, MLflow, TensorBoard, WeightsAndBiases, scalars
+from piper.callbacks import (
+    CSV,
+    MLflow,
+    RegionStatistics,
+    StepProfile,
+    TensorBoard,
+    WeightsAndBiases,
+    scalars,
+)
 from piper.launch.trainer.step_result import StepResult
 from piper.launch.watch.progress_bar import shown_progress
 from piper.strategies import mesh
@@ -185,22 +193,61 @@ def test_tensorboard_has_what_the_steps_gave(trainer: piper.Trainer, tmp_path: P
     assert [e.value for e in events] == pytest.approx(losses[1::2])
 
 
-def test_a_csv_file_has_steps_and_evaluations(trainer: piper.Trainer, tmp_path: Path) -> None:
-    """A second run continues the file."""
+def test_a_csv_file_has_one_row_for_each_step(trainer: piper.Trainer, tmp_path: Path) -> None:
+    """With its evaluation, and whatever else some steps have; a second run continues the file."""
     path = tmp_path / "logs" / "run.csv"
-    losses: dict[tuple[int, str], float] = {}
-    for _ in range(2):
+    losses: dict[str, tuple[str, str]] = {}
+    for more in ([], [RegionStatistics(every=2), StepProfile(every=2)]):
         log = CSV(path, every=2)
-        how = {"evaluate": [(X, X)], "callbacks": [log], "progress": False}
+        how = {"evaluate": [(X, X)], "callbacks": [log, *more], "progress": False}
         for result in trainer.iterate([(X, X)] * 3, **how):
             if trainer.steps % 2 == 0:
-                losses[trainer.steps, "train/loss"] = float(result)
-        losses[trainer.steps, "evaluation/loss"] = float(trainer.evaluate(X, X))
+                losses[str(trainer.steps)] = str(float(result)), ""
+        evaluated = str(float(trainer.evaluate(X, X)))
+        losses[str(trainer.steps)] = losses.get(str(trainer.steps), ("",))[0], evaluated
     with path.open() as file:
-        rows = list(csv.DictReader(file))
-    found = {(int(r["step"]), r["name"]): float(r["value"]) for r in rows}
-    assert {key: x for key, x in found.items() if key[1].endswith("/loss")} == losses
-    assert len(found) == len(rows)
+        rows = {row["step"]: row for row in csv.DictReader(file)}
+        lines = file.seek(0) or file.readlines()
+    assert len(lines) == 1 + len(rows)
+    found = {step: (row["train/loss"], row["evaluation/loss"]) for step, row in rows.items()}
+    assert found == losses
+    observed = {step for step, row in rows.items() if row["activation_rms/layer[0]"]}
+    assert observed == {"4", "6"}
+    assert all(float(rows[step]["gradient_norm/layer[1]"]) > 0 for step in observed)
+
+
+def test_another_table_is_refused(trainer: piper.Trainer, tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    path.write_text("name,age\n")
+    with pytest.raises(piper.PiperError, match="not a log of steps: its first column is 'name'"):
+        trainer.fit([(X, X)], callbacks=[CSV(path)])
+
+
+def test_two_observers_of_a_step_take_turns(trainer: piper.Trainer) -> None:
+    """A step that is observed has the same loss."""
+    observers = [RegionStatistics(every=2), StepProfile(every=2)]
+    seen = [
+        (bool(r.gradients), bool(r.activations), r.profile is not None, float(r))
+        for r in trainer.iterate([(X, X)] * 3, callbacks=observers)
+    ]
+    assert [x[:3] for x in seen] == [(False,) * 3, (True, True, False), (False, False, True)]
+    with piper.launch(trainer.program) as plain:
+        assert [x[3] for x in seen] == [float(plain.step(X, X)) for _ in range(3)]
+
+
+def test_a_callback_may_have_the_trainer(trainer: piper.Trainer) -> None:
+    class Weights(Heard):
+        def on_begin(self, trainer: piper.Trainer) -> None:
+            self.trainer = trainer
+
+        def on_step(self, step: int, result: StepResult) -> None:
+            super().on_step(step, result)
+            self.weights = self.trainer.state_dict()
+
+    kept = Weights()
+    trainer.fit([(X, X)] * 2, callbacks=[kept])
+    assert kept.steps == [1, 2]
+    assert all(torch.equal(kept.weights[k], x) for k, x in trainer.state_dict().items())
 
 
 class Package:

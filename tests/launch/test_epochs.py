@@ -119,6 +119,28 @@ def test_patience_ends_a_run_and_a_resumed_one(tmp_path: Path) -> None:
         assert (resumed_run.last_step, resumed_run.ended) == (whole.last_step, Ended.PATIENCE)
 
 
+@pytest.mark.parametrize("sign", [1, -1], ids=["the loss", "a monitor"])
+def test_the_best_checkpoint_is_kept(sign: int, tmp_path: Path) -> None:
+    """Beside the last ones, and also after a resume; a trainer that loads it has its loss."""
+    made = program(optimizer=lambda params: torch.optim.SGD(params, lr=30.0), scheduler=None)
+    how: dict[str, Any] = {
+        "evaluate": HELD_OUT, "evaluate_every": 1, "keep": 2, "every": 1, "keep_best": True,
+        "checkpoint": tmp_path, "resume": True,
+    }  # fmt: skip
+    if sign == -1:
+        how["monitor"] = lambda result: -float(result.loss)
+    for steps in (3, 6):
+        with piper.launch(made) as trainer:
+            summary = trainer.fit(BATCHES, steps=steps, **how)
+            best = summary.best_evaluation
+            assert best is not None
+            assert best[1] == sign * min(sign * loss for _, loss in summary.evaluations)
+            folders = sorted(path.name for path in tmp_path.iterdir())
+            assert folders == ["best", f"step-{steps - 1:08}", f"step-{steps:08}"]
+            trainer.load(tmp_path / "best")
+            assert (trainer.steps, float(trainer.evaluate(HELD_OUT))) == best
+
+
 def test_a_sampler_is_told_the_epoch(trainer: piper.Trainer) -> None:
     class Told(RandomSampler):
         epochs: list[int] = []  # noqa: RUF012
@@ -136,7 +158,9 @@ def test_a_sampler_is_told_the_epoch(trainer: piper.Trainer) -> None:
 def test_what_is_refused(trainer: piper.Trainer) -> None:
     refused: dict[str, dict[str, Any]] = {
         "epochs=0 must be a whole number, at least 1": {"epochs": 0},
-        "evaluate_every= and patience= need evaluate=, held-out batches": {"patience": 2},
+        "evaluate_every=, monitor=, patience= and keep_best= need evaluate=, held-out batches": {
+            "patience": 2
+        },
         "evaluate= is a list_iterator, and the batches are read several times": {
             "evaluate": iter(BATCHES)
         },

@@ -15,17 +15,18 @@ from piper.capture.code.codegen import Runners
 from piper.ir.dag.values import Content
 from piper.ir.plan.plan import Plan
 from piper.launch.device.report import ProfileKind, Report
+from piper.runtime.activation_sums import ActivationSums
 from piper.runtime.comm.nccl import Nccl
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.context import Scalars
-from piper.runtime.executor import Executor, LoadedPlan
+from piper.runtime.executor import Executor, LoadedPlan, Observer
 from piper.runtime.feeding import block_of
 from piper.runtime.pending import Pending
 from piper.runtime.streams.recording import recorder_for
 from piper.runtime.streams.stream_jitter import StreamJitter
 from piper.runtime.streams.streams import streams_for
 from piper.state.device.device_state import DeviceState
-from piper.state.device.gradient_size import GradientSums
+from piper.state.device.element_sums import ElementSums
 from piper.state.device.snapshot import Snapshot
 from piper.state.device_program import DeviceProgram
 
@@ -116,28 +117,35 @@ class LoadedDevice:
     def profile(self, given: list[Tensor], what: ProfileKind) -> Generator[Pending, None, Report]:
         """One step of training, measured."""
         self.finish_copies()
-        if what is ProfileKind.GRADIENTS:
+        if what is ProfileKind.REGIONS:
             return self._summed(given)
         return self._weighed(given) if what is ProfileKind.MEMORY else self._timed(given)
 
     def _summed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
-        sums: dict[str, GradientSums] = {}
-        self.state.gradient_sums = sums
+        activations, gradients = ActivationSums(), dict[str, ElementSums]()
+        self.state.gradient_sums = gradients
         try:
-            report = yield from self.step(given)
+            report = yield from self._observed(given, activations)
         finally:
             self.state.gradient_sums = None
-        return replace(report, gradients={self.number: sums})
+        return replace(
+            report, gradients={self.number: gradients}, activations={self.number: activations}
+        )
 
     def _timed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         recorder = recorder_for(self.number, self.state.where)
-        loaded = self.executor.load(*self.program.steps[0], recorder)
+        report = yield from self._observed(given, recorder)
+        return replace(report, measured={self.number: recorder.take()})
+
+    def _observed(
+        self, given: list[Tensor], observer: Observer
+    ) -> Generator[Pending, None, Report]:
+        loaded = self.executor.load(*self.program.steps[0], observer)
         usual, self._training = self._training, loaded
         try:
-            report = yield from self.step(given)
+            return (yield from self.step(given))
         finally:
             self._training = usual
-        return replace(report, measured={self.number: recorder.take()})
 
     def _weighed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
         tracker = Tracker(lambda: self.executor.at[0])

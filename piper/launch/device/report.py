@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from piper.base.tracking import Alive
+from piper.runtime.activation_sums import ActivationSums
 from piper.runtime.streams.kernels import Kernel
 from piper.runtime.streams.recording import Measured
-from piper.state.device.gradient_size import GradientSums
+from piper.state.device.element_sums import ElementSums
 
 
 class ProfileKind(Enum):
@@ -24,7 +25,8 @@ class ProfileKind(Enum):
     KERNELS = "kernels"
     """The time, and the kernels of each instruction."""
     MEMORY = "memory"
-    GRADIENTS = "gradients"
+    REGIONS = "regions"
+    """Sums over the gradients and the activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,10 @@ class Report:
     """By device, the kernels of its instructions, if requested; on the same clock."""
     alive: Mapping[int, Alive] = field(default_factory=dict)
     """By device, the memory of its tensors, if requested."""
-    gradients: Mapping[int, Mapping[str, GradientSums]] = field(default_factory=dict)
+    gradients: Mapping[int, Mapping[str, ElementSums]] = field(default_factory=dict)
     """By device and parameter, the sums of the gradients, if requested."""
+    activations: Mapping[int, ActivationSums] = field(default_factory=dict)
+    """By device, the sums of the activations, if requested."""
 
     def scalars(self) -> tuple[Tensor | None, Tensor | None]:
         """``total`` and ``norm``. The current stream waits for them, and for ``load`` and
@@ -102,6 +106,7 @@ class Report:
             kernels={d: row for report in reports for d, row in report.kernels.items()},
             alive={d: one for report in reports for d, one in report.alive.items()},
             gradients={d: one for report in reports for d, one in report.gradients.items()},
+            activations={d: one for report in reports for d, one in report.activations.items()},
         )
 
 

@@ -31,26 +31,34 @@ class HeldOut:
         self._trainer = trainer
         self._options = options
         self._callbacks = [x for x in callbacks if isinstance(x, EvaluationCallback)]
+        self.improved: Callable[[], None] = lambda: None
+        """Called after an evaluation that is the best so far."""
         self.show: Callable[[int, float], None] = lambda step, loss: None
         """Called after each evaluation with its step and loss."""
         self.losses: list[tuple[int, float]] = []
         """Pairs of a step and the loss after it."""
+        self._scores: list[float] = []
+        """For each, the monitored number, the loss if none is given."""
         self.seconds = 0.0
         """The time that evaluations have taken in this process."""
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The step with the lowest loss, the first of equal ones, and its loss."""
-        finite = [x for x in self.losses if not math.isnan(x[1])]
-        return min(finite, key=lambda x: x[1], default=None)
+        """The step with the best evaluation, the first of equal ones, and its loss."""
+        return None if self._best is None else self.losses[self._best]
+
+    @property
+    def _best(self) -> int | None:
+        """Which evaluation is the best."""
+        valid = [i for i, score in enumerate(self._scores) if not math.isnan(score)]
+        return min(valid, key=lambda i: self._scores[i], default=None)
 
     @property
     def impatient(self) -> bool:
-        """Whether as many evaluations as ``patience`` have given no lower loss."""
+        """Whether as many evaluations as ``patience`` have given nothing better."""
         if self._options.patience is None or not self.losses:
             return False
-        steps = [step for step, _ in self.losses]
-        since = steps[::-1].index(self.best[0]) if self.best is not None else len(steps)
+        since = len(self.losses) - (0 if self._best is None else self._best + 1)
         return since >= self._options.patience
 
     def after_step(self, step: int) -> None:
@@ -79,22 +87,26 @@ class HeldOut:
                 result = self._trainer.evaluate(given, rows=self._options.rows)
         finally:
             torch.set_rng_state(random)
-        self.losses.append((step, float(result.loss)))
+        loss, monitor = float(result.loss), self._options.monitor
+        self.losses.append((step, loss))
+        self._scores.append(loss if monitor is None else float(monitor(result)))
         self.show(step, self.losses[-1][1])
         self.seconds += time.perf_counter() - start
         for callback in self._callbacks:
             callback.on_evaluate(step, result)
+        if self._best == len(self.losses) - 1:
+            self.improved()
 
     def state(self) -> dict[str, Any]:
         """The losses as plain values, for a checkpoint."""
-        return {"evaluations": [list(pair) for pair in self.losses]}
+        rows = zip(self.losses, self._scores, strict=True)
+        return {"evaluations": [[*pair, score] for pair, score in rows]}
 
     def go_to(self, state: Any) -> None:
         """Continue from ``state``."""
-        found = state.get("evaluations") if isinstance(state, dict) else None
-        pairs = [tuple(x) for x in found if isinstance(x, list)] if isinstance(found, list) else []
-        self.losses = [
-            (x[0], x[1])
-            for x in pairs
-            if len(x) == 2 and isinstance(x[0], int) and isinstance(x[1], float)
-        ]
+        listed = state.get("evaluations") if isinstance(state, dict) else None
+        for row in listed if isinstance(listed, list) else []:
+            match row:
+                case [int(step), float(loss), *scores] if all(isinstance(x, float) for x in scores):
+                    self.losses.append((step, loss))
+                    self._scores.append(scores[0] if scores else loss)

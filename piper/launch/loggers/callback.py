@@ -1,19 +1,24 @@
-"""The callbacks that a training loop calls after each step and at its end."""
+"""The callbacks that a training loop calls after each step and at its end.
+
+Only the process of rank 0 calls them. A callback with ``on_begin`` is called in every process: its
+calls of the trainer need all of them under torchrun.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from piper.base.errors import PiperError
+from piper.launch.device.report import ProfileKind
 from piper.launch.trainer.step_result import StepResult
 
 
 @runtime_checkable
 class Callback(Protocol):
-    """An object that is notified of a run's steps and end, and, if it has ``on_evaluate(step,
-    result)``, of evaluations."""
+    """An object that is notified of a run's steps and end. It may also have ``on_begin(trainer)``,
+    ``on_evaluate(step, result)`` and ``observes(step)``."""
 
     def on_step(self, step: int, result: StepResult) -> None:
         """Called after each step; ``step`` counts from 1 over the whole run."""
@@ -48,14 +53,57 @@ class EvaluationCallback(Protocol):
         ...
 
 
+@runtime_checkable
+class TrainerCallback(Protocol):
+    """A callback that gets the trainer, and is called in every process."""
+
+    def on_begin(self, trainer: Any) -> None:
+        """Called before the first step."""
+        ...
+
+
+@runtime_checkable
+class ObservingCallback(Protocol):
+    """A callback that asks for more of some steps."""
+
+    def observes(self, step: int) -> ProfileKind | None:
+        """What to measure in a step, the same in every process. If two callbacks ask for different
+        things, the second gets the next step."""
+        ...
+
+
+class Observations:
+    """What to measure in each step, as callbacks ask for it."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = [x for x in callbacks if isinstance(x, ObservingCallback)]
+        self._due: list[ProfileKind] = []
+
+    def of(self, step: int) -> ProfileKind | None:
+        """What to measure in this step; steps are asked for in order."""
+        asked = [callback.observes(step) for callback in self._callbacks]
+        self._due += [x for x in dict.fromkeys(asked) if x is not None and x not in self._due]
+        return self._due.pop(0) if self._due else None
+
+
+def check_every(every: object) -> int:
+    """``every`` if it is a number of steps; anything else is refused."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise PiperError(f"every={every!r} must be a whole number, at least 1")
+    return every
+
+
 @contextmanager
-def told(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Call ``on_end`` of every callback at the end of the block, even if one of them raises."""
+def told(callbacks: Sequence[Callback], trainer: Any) -> Iterator[None]:
+    """Call ``on_begin`` of callbacks that have it, and ``on_end`` of every callback at the end of
+    the block, even if one of them raises."""
     if not callbacks:
         yield
         return
     try:
-        with told(callbacks[1:]):
+        if isinstance(callbacks[0], TrainerCallback):
+            callbacks[0].on_begin(trainer)
+        with told(callbacks[1:], trainer):
             yield
     finally:
         callbacks[0].on_end()

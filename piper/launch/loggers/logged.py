@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
 from piper.base.errors import PiperError
+from piper.launch.loggers.callback import check_every
 from piper.launch.trainer.step_result import StepResult
 from piper.launch.watch.progress_bar import Pace
 
@@ -40,6 +42,14 @@ def scalars(result: StepResult, seconds: float | None = None) -> dict[str, float
             logged[f"{kind}/{name}"] = float(value)
     for module, imbalance in result.expert_imbalance.items():
         logged[f"expert_imbalance/{module}"] = imbalance
+    for of, regions in (("gradient", result.gradients), ("activation", result.activations)):
+        for region, statistics in regions.items():
+            for name, number in asdict(statistics).items():
+                logged[f"{of}_{name}/{region}"] = number
+    if result.profile is not None:
+        logged["profile/bubble"] = result.profile.bubble
+        logged["profile/exposed_seconds"] = result.profile.exposed
+        logged["profile/seconds"] = result.profile.seconds
     return logged
 
 
@@ -47,9 +57,7 @@ class Logger(ABC):
     """Writes the scalars of every ``every``-th step, and of each evaluation."""
 
     def __init__(self, every: int) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise PiperError(f"every={every!r} must be a whole number, at least 1")
-        self._every = every
+        self._every = check_every(every)
         self._begun = False
         self._pace: Pace | None = None
 

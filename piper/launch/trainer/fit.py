@@ -1,6 +1,7 @@
 """Checkpoints of a run at intervals, and resume from the last one.
 
     folder/step-00000050    after step 50, and so on
+    folder/best             after the best evaluation, with keep_best
 
 A run that is killed at any moment and restarted with ``resume`` continues from the last complete
 checkpoint, with the same losses. SIGTERM lets the current step end, saves, and ends the run. A run
@@ -28,6 +29,7 @@ from piper.launch.trainer.fit_options import FitOptions
 from piper.state.checkpoint import commit as folders
 
 _NAME = "step-{:08}"
+_BEST = "best"
 StateOf = Callable[[], dict[str, Any]]
 
 
@@ -183,14 +185,23 @@ class Checkpoints:
         self._save(state, background=False)
         self._trainer.settle_save()
 
+    def save_best(self, state: StateOf) -> None:
+        """Save, in place of the best checkpoint before."""
+        if self.folder is not None:
+            self._trainer.save_at(self.folder / _BEST, self._data(state), None, background=False)
+
     def _save(self, state: StateOf, *, background: bool) -> None:
         step = self._trainer.steps
         if self.folder is None or self._last == step:
             return
         self._last = step  # before saving: after a late Ctrl-C, other ranks would not save again
-        data = {**self._group.once(state), "call": self._call, "first": self.first}
         path = self.folder / _NAME.format(step)
-        self._trainer.save_at(path, data, self._options.keep, background=background)
+        keep = self._options.keep
+        self._trainer.save_at(path, self._data(state), keep, background=background)
+
+    def _data(self, state: StateOf) -> dict[str, Any]:
+        """The position in the data, as rank 0 has it."""
+        return {**self._group.once(state), "call": self._call, "first": self.first}
 
 
 class Stop:

@@ -14,6 +14,7 @@ from piper.base.units import class_text
 from piper.capture.batch import Pad
 from piper.launch.loggers.callback import Callback
 from piper.launch.trainer.data_position import AnyBatch, BatchSource
+from piper.launch.trainer.step_result import StepResult
 
 HeldOutBatches = Iterable[AnyBatch] | Callable[[], Iterable[AnyBatch]]
 
@@ -27,6 +28,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("save_steps", "save_every"), "every"),
     **dict.fromkeys(("logging_steps", "log_every_n_steps"), "progress"),
     "save_total_limit": "keep",
+    **dict.fromkeys(("load_best_model_at_end", "save_best", "save_best_only"), "keep_best"),
+    "metric_for_best_model": "monitor",
 }
 """Names of these options in other libraries."""
 
@@ -51,8 +54,11 @@ class FitOptions:
     """Evaluate after every so many steps instead, and at the end."""
     averaged: bool = False
     """Evaluate the averages of the weights (``optimizer=piper.EMA(...)``)."""
+    monitor: Callable[[StepResult], float] | None = None
+    """A number from the result of an evaluation, for ``patience`` and ``keep_best``: the lowest is
+    the best. By default the loss."""
     patience: int | None = None
-    """End after so many evaluations without a lower loss."""
+    """End after so many evaluations without a lower ``monitor``."""
     checkpoint: str | Path | None = None
     """A folder. The state is saved there at the end, also if an error, Ctrl-C or SIGTERM ends the
     run."""
@@ -65,7 +71,10 @@ class FitOptions:
     """Resume with the settings of the program's optimizer, such as another learning rate, in place
     of the checkpoint's."""
     keep: int | None = None
-    """The number of checkpoints to keep."""
+    """The number of checkpoints to keep, beside the best one."""
+    keep_best: bool = False
+    """Save the state to the folder ``best`` in ``checkpoint`` after each evaluation whose
+    ``monitor`` is lower than all before."""
     background: bool = False
     """Write all checkpoints but the last while training continues."""
     callbacks: Sequence[Callback] = ()
@@ -84,10 +93,21 @@ class FitOptions:
             _check_number(name, getattr(self, name), 1)
         _check_number("progress", None if self.progress in (True, False) else self.progress, 1)
         saves = self.every is not None or self.resume is True or self.keep is not None
-        if self.checkpoint is None and (saves or self.background):
-            raise PiperError("every=, resume=, keep= and background= need checkpoint=, a folder")
-        if self.evaluate is None and (self.evaluate_every or self.patience):
-            raise PiperError("evaluate_every= and patience= need evaluate=, held-out batches")
+        if self.checkpoint is None and (saves or self.background or self.keep_best):
+            raise PiperError(
+                "every=, resume=, keep=, keep_best= and background= need checkpoint=, a folder"
+            )
+        judges = self.evaluate_every or self.patience or self.keep_best or self.monitor
+        if self.evaluate is None and judges:
+            raise PiperError(
+                "evaluate_every=, monitor=, patience= and keep_best= need evaluate=, held-out "
+                "batches"
+            )
+        if self.monitor is not None and not callable(self.monitor):
+            raise PiperError(
+                f"monitor={self.monitor!r} must be a function of an evaluation's result, such as "
+                'lambda result: -result.outputs["accuracy"]'
+            )
         again = isinstance(self.evaluate, Iterable) or callable(self.evaluate)
         if self.evaluate is not None and (isinstance(self.evaluate, Iterator) or not again):
             raise PiperError(

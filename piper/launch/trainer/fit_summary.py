@@ -14,7 +14,7 @@ class Ended(Enum):
     STEPS = "all its steps were taken"
     BATCHES = "the batches ended"
     EPOCHS = "all its epochs are done"
-    PATIENCE = "evaluations gave no lower loss any more"
+    PATIENCE = "evaluations got no better"
     EARLIER = "it was done before the run was resumed"
     ASKED = "SIGTERM asked the process to end"
 
@@ -41,7 +41,7 @@ class FitSummary:
     """The steps after which held-out batches were evaluated, and their losses, also those before a
     resume."""
     best_evaluation: tuple[int, float] | None
-    """The step with the lowest loss of held-out batches, and that loss."""
+    """The step of the best evaluation, and its loss."""
     seconds: float
     tokens_per_second: float
     """Over all its steps, without the time of evaluations."""

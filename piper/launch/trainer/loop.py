@@ -12,15 +12,17 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from enum import Enum, IntEnum, auto
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from piper.base.errors import PiperError, warn
 from piper.base.units import counted
 from piper.capture.batch import Pad
+from piper.launch.device.report import ProfileKind
 from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.evaluation.held_out import HeldOut
-from piper.launch.loggers.callback import Callback, told
+from piper.launch.loggers.callback import Callback, Observations, told
 from piper.launch.trainer.batch_tensors import arguments_of
 from piper.launch.trainer.data_position import Position
 from piper.launch.trainer.fit import Checkpoints, Stop
@@ -44,7 +46,9 @@ class Steps(Protocol):
     def steps(self) -> int: ...
     @property
     def failed(self) -> bool: ...
-    def step(self, *arguments: Any, rows: bool, pad: Pad | None) -> StepResult: ...
+    def step_on(
+        self, batch: Sequence[Any], *, rows: bool, pad: Pad | None, observe: ProfileKind | None
+    ) -> StepResult: ...
     def refuse_rows(self, rows: int, pad: Pad | None) -> None: ...
 
 
@@ -89,6 +93,7 @@ class Rounds:
         self._held_out = held_out
         self.folder = None if saved is None else saved.folder
         self._callbacks = callbacks
+        self._observations = Observations(options.callbacks)
         self._steps = options.steps
         self._first = trainer.steps if saved is None else saved.first
         """The step before this call, which may have begun in an earlier process."""
@@ -99,6 +104,8 @@ class Rounds:
         """The last word that all processes agreed on."""
         self._losses = Losses(trainer.notices)
         held_out.show = self._losses.evaluated
+        if saved is not None and options.keep_best:
+            held_out.improved = partial(saved.save_best, self._state)
         self._tokens = 0
         self._start = time.perf_counter()
         self._ended = Ended.EARLIER
@@ -134,7 +141,7 @@ class Rounds:
         guarded = nullcontext() if self.folder is None else self._stop.on_sigterm()
         last = self._last
         showing = shown_progress(self._total, self._trainer.steps, self._options.progress)
-        with showing as self._losses.display, guarded, told(self._callbacks):
+        with showing as self._losses.display, guarded, told(self._callbacks, self._trainer):
             self._say("resumed from", None if self._saved is None else self._saved.source)
             try:
                 while self._agreed(_Word.ASKED if self._stop.asked else _Word.GO):
@@ -211,8 +218,12 @@ class Rounds:
             assert batch is not None
             self._at = _At.STEPPING
             self._before = self._trainer.steps
-            how: dict[str, Any] = {"rows": self._options.rows, "pad": self._options.pad}
-            result = self._trainer.step(*arguments_of(batch), **how)
+            result = self._trainer.step_on(
+                arguments_of(batch),
+                rows=self._options.rows,
+                pad=self._options.pad,
+                observe=self._observations.of(self._before + 1),
+            )
             self._position.trained()
             self._at = _At.BETWEEN
             self._taken += 1

@@ -15,6 +15,13 @@ from piper.cost.presets import known_gpu
 from piper.cost.tasks import computed_in
 from piper.ir.grouped import grouped
 from piper.launch.device.report import Report
+from piper.launch.watch.region_statistics import (
+    ActivationStatistics,
+    GradientStatistics,
+    activations_by_region,
+    gradients_by_region,
+)
+from piper.launch.watch.step_profile import Profile
 from piper.program.program import Program
 
 
@@ -127,6 +134,24 @@ class StepResult:
                 mean = self._report.outputs[value]
                 outputs[name] = mean.to(dtype) if dtype.is_floating_point else mean
         return outputs
+
+    @cached_property
+    def gradients(self) -> Mapping[str, GradientStatistics]:
+        """Statistics of the gradients of each region, if a callback asked for them."""
+        sums = self._report.gradients
+        return gradients_by_region(self._program, sums) if sums else {}
+
+    @cached_property
+    def activations(self) -> Mapping[str, ActivationStatistics]:
+        """Statistics of the activations that leave each region, if a callback asked for them."""
+        sums = self._report.activations
+        return activations_by_region(self._program, sums) if sums else {}
+
+    @cached_property
+    def profile(self) -> Profile | None:
+        """The time of every instruction, if a callback asked for it."""
+        measured, kernels = self._report.measured, self._report.kernels
+        return Profile(self._program, (measured,), kernels) if measured else None
 
     @property
     def tokens_per_second(self) -> float:

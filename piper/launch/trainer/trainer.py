@@ -30,7 +30,7 @@ from piper.launch.device.report import ProfileKind, Report
 from piper.launch.device.worker_group import WorkerGroup, everyone
 from piper.launch.evaluation.held_out import HeldOut
 from piper.launch.evaluation.pieces import EvaluationSums, RowPiece, RowPieces
-from piper.launch.loggers.callback import checked_callbacks
+from piper.launch.loggers.callback import Callback, TrainerCallback, checked_callbacks
 from piper.launch.state.background_saves import BackgroundSave, PendingSave
 from piper.launch.state.export_model import export, given_source
 from piper.launch.state.saving import Save, load, prepare, save, tensor_of, whole_state
@@ -55,8 +55,8 @@ from piper.launch.trainer.fit_summary import FitSummary
 from piper.launch.trainer.loop import Loop, Rounds
 from piper.launch.trainer.notices import Notice, Notices
 from piper.launch.trainer.step_result import StepResult
-from piper.launch.watch.gradient_statistics import GradientStatistics, statistics_of
 from piper.launch.watch.interrupts import held_back
+from piper.launch.watch.region_statistics import GradientStatistics, gradients_by_region
 from piper.launch.watch.step_profile import Profile
 from piper.program.program import Program
 from piper.state.checkpoint.plain_values import from_json
@@ -149,6 +149,18 @@ class Trainer:
         unless the step itself needs them, and neither can be read; under torchrun all processes
         must pass the same value.
         """
+        return self.step_on(batch, pad=pad, report=report, rows=rows)
+
+    def step_on(
+        self,
+        batch: Sequence[Any],
+        *,
+        pad: Pad | None,
+        rows: bool,
+        report: bool = True,
+        observe: ProfileKind | None = None,
+    ) -> StepResult:
+        """``step``, measured if ``observe`` says what to measure."""
         if self.program.training.optimizer is None:
             self.notices.give(
                 Notice.OPTIMIZER,
@@ -157,7 +169,7 @@ class Trainer:
             )
         with self._undisturbed():
             self.settle_save(wait=False)
-            result = self._step(batch, pad, report=report, rows=rows)
+            result = self._step(batch, pad, report=report, rows=rows, observe=observe)
             self.steps += 1
         if (loss := result.loss_on_host) is not None:
             self.notices.look_at(self.steps, loss)
@@ -263,13 +275,14 @@ class Trainer:
     def gradients(self, *batch: Any) -> Mapping[str, GradientStatistics]:
         """Train on one global batch, and return the norm, the largest element and the share of
         zeros of the gradients of each region, before clipping."""
-        report = self._observed(batch, ProfileKind.GRADIENTS)
-        return statistics_of(self.program, report.gradients)
+        return gradients_by_region(
+            self.program, self._observed(batch, ProfileKind.REGIONS).gradients
+        )
 
     def _observed(self, batch: Sequence[Any], what: ProfileKind) -> Report:
         """The report of a step on ``batch`` with ``what`` in it."""
         with self._undisturbed():
-            report = running.profile(self._whole, self.program, self._inputs(batch), what)
+            report = running.train(self._whole, self.program, self._inputs(batch), observe=what)
             self.steps += 1
         return report
 
@@ -299,12 +312,13 @@ class Trainer:
         error."""
         chosen = FitOptions(**options)
         listeners = checked_callbacks(chosen.callbacks)
+        everywhere: list[Callback] = [x for x in listeners if isinstance(x, TrainerCallback)]
         group = self._devices
         position = Position(
             batches, self.steps, epochs=chosen.epochs,
             repeat=chosen.steps is not None, random=not chosen.rows,
         )  # fmt: skip
-        held_out = HeldOut(self, chosen, listeners if self.rank == 0 else [])
+        held_out = HeldOut(self, chosen, listeners if self.rank == 0 else everywhere)
         saved = None
         if chosen.checkpoint is not None or chosen.resume:
             saved = Checkpoints(self, group, chosen)
@@ -313,7 +327,7 @@ class Trainer:
                     loop.close()  # it must not save after this one has begun
             held_out.go_to(saved.begin(self._runs, position))
         if self.rank != 0:
-            chosen, listeners = replace(chosen, progress=False), []
+            chosen, listeners = replace(chosen, progress=False), everywhere
         loop = Loop(Rounds(self, group, position, chosen, saved, held_out, listeners))
         self._loops.add(loop)
         return loop
@@ -540,7 +554,13 @@ class Trainer:
             tensors_of(self._shapes.first, batch)
 
     def _step(
-        self, given: Sequence[Any], pad: Pad | None, *, report: bool, rows: bool
+        self,
+        given: Sequence[Any],
+        pad: Pad | None,
+        *,
+        report: bool,
+        rows: bool,
+        observe: ProfileKind | None,
     ) -> StepResult:
         start = time.perf_counter()
         self.failed = True
@@ -554,7 +574,9 @@ class Trainer:
         self._go_to_shape_of(whole, rows=rows)
         tensors = self._inputs(whole, rows=rows)
         self._look_at_padding(batch, pad)
-        found = running.train(self._whole, self.program, tensors, report=report, own_rows=rows)
+        found = running.train(
+            self._whole, self.program, tensors, report=report, own_rows=rows, observe=observe
+        )
         seconds = time.perf_counter() - start
         self.failed = False
         example = self.program.example

@@ -67,17 +67,24 @@ class Profile(Shown):
         return {d: busy_of(self.program.plan_of(d), row, self.seconds) for d, row in rows}
 
     @property
+    def bubble(self) -> float:
+        """The share of the step in which a device is idle, the mean over all devices."""
+        return sum(one.idle for one in self.busy.values()) / len(self.busy) / self.seconds
+
+    @property
+    def exposed(self) -> float:
+        """The seconds of exposed communication, the mean over all devices."""
+        return sum(one.exposed for one in self.busy.values()) / len(self.busy)
+
+    @property
     def facts(self) -> Mapping[str, str]:
         """The figures as text."""
-        busy = self.busy.values()
-        idle = sum(one.idle for one in busy) / len(busy)
-        exposed = sum(one.exposed for one in busy) / len(busy)
         return {
             "step": seconds_text(self.seconds),
-            "bubble": f"{idle / self.seconds:.1%}",
-            "exposed communication": seconds_text(exposed),
+            "bubble": f"{self.bubble:.1%}",
+            "exposed communication": seconds_text(self.exposed),
             "peak memory": bytes_text(max(memory.peak for memory in self.program.memory)),
-            "devices": str(len(busy)),
+            "devices": str(len(self.busy)),
             "steps measured": str(len(self.steps)),
         }
 

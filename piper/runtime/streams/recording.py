@@ -38,7 +38,7 @@ class Recorder:
         self._now = now
         self._found: list[tuple[int, Any, Any]] = []
 
-    def wrapped(self, execute: BoundInstruction, pc: int) -> BoundInstruction:
+    def wrapped(self, execute: BoundInstruction, pc: int, context: object) -> BoundInstruction:
         """``execute``, timed."""
         now, found = self._now, self._found
         label = range_name(self._device, pc)

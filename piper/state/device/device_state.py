@@ -14,7 +14,7 @@ from piper.base.errors import PiperError
 from piper.ir.rules import Bucket
 from piper.state.checkpoint.slices import MODEL, Slice
 from piper.state.device.bucket_layout import BucketLayout, Fragment
-from piper.state.device.gradient_size import GradientSums
+from piper.state.device.element_sums import ElementSums
 from piper.state.device.snapshot import Snapshot
 from piper.state.device_program import DeviceProgram, buffers_of
 from piper.state.optimizer.ema import swap_averages
@@ -74,7 +74,7 @@ class DeviceState:
         self.steps = 0
         self.changing = False
         """Whether a step has begun to change the state and has not ended."""
-        self.gradient_sums: dict[str, GradientSums] | None = None
+        self.gradient_sums: dict[str, ElementSums] | None = None
         """By parameter, the sums of its gradient in this step, if they are requested."""
         self.snapshot: Snapshot | None = None
         """The snapshot of a background save that is not fully copied yet."""
@@ -133,7 +133,7 @@ class DeviceState:
         pairs = list(zip(held.layout.fragments, gradients, strict=True))
         for fragment, gradient in pairs[held.layout.copy :: held.layout.bucket.copies]:
             if gradient.numel():
-                self.gradient_sums[fragment.name] = GradientSums.of(gradient)
+                self.gradient_sums[fragment.name] = ElementSums.of(gradient)
 
     def swap_averages(self) -> None:
         """Exchange the trained weights and their averages."""
