@@ -28,8 +28,8 @@ from piper.capture.shard.placements import (
     in_sections,
     sections,
 )
-from piper.capture.shard.resizing import resized, takes_sizes
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION
+from piper.capture.shard.rewrites.resizing import resized, takes_sizes
 from piper.capture.shard.rewrites.views import VIEWS, viewed
 from piper.capture.shard.shard_axis import PartAxis, ShardAxis
 from piper.capture.shard.sharding_rules import InputPlacements, Question, Rules

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.distributed.tensor import Partial, Shard
 from torch.utils import _pytree as pytree
 
@@ -28,6 +27,7 @@ from piper.capture.chunk.chunks import Body
 from piper.capture.chunk.recomputing import recomputed_in
 from piper.capture.graphs import is_random
 from piper.capture.shard.local_graph import LocalGraph, differentiable
+from piper.capture.shard.local_values import LocalValues
 from piper.capture.shard.placement_search import MEAN, SUM, Placing
 from piper.capture.shard.placements import (
     REPLICATED,
@@ -37,9 +37,8 @@ from piper.capture.shard.placements import (
     TensorPlacement,
     is_shard,
 )
-from piper.capture.shard.resizing import resized
 from piper.capture.shard.rewrites.graph_rewrites import rewritten
-from piper.capture.shard.rewrites.routing import UnroutedError
+from piper.capture.shard.rewrites.resizing import resized
 from piper.capture.shard.rewrites.table import Form
 from piper.ir.shards import Draw, Gathered, Redistribution
 
@@ -107,14 +106,8 @@ class _Propagation:
         self._made = placing.made
         self._reads: Mapping[fx.Node, Any] = {}
         """The placements in which the operation that a rewrite emits reads its inputs."""
-        self._local: dict[fx.Node, fx.Node] = {}
-        self._forms: dict[tuple[fx.Node, LocalLayout, bool], fx.Node] = {}
+        self._local = LocalValues(placing, self._out)
         self._draws: list[tuple[fx.Node, Draw | None]] = []
-        self._derived: set[fx.Node] = set()
-        """Values computed from parameters alone. Sharded computations recompute them, so that their
-        gradients are summed with those of the parameters, once a step."""
-        self._wholes: dict[fx.Node, fx.Node] = {}
-        """The whole of split inputs without gradients, and of values computed from them."""
         self._source = rewritten(body.module.graph, given, self.axis)
         self._inputs: list[fx.Node] = []
         placeholders = self._source.find_nodes(op="placeholder")
@@ -134,11 +127,7 @@ class _Propagation:
         """Take this device's part, along ``dims``, of inputs that all devices have whole."""
         for node, dim in zip(self._inputs, dims, strict=True):
             if dim is not None:
-                if not differentiable(self._local[node]):
-                    self._wholes[node] = self._local[node]
-                    self._placing.free.add(node)
-                self._local[node] = self._out.slice(self._local[node], dim)
-                self._made[node] = Shard(dim)
+                self._local.split(node, dim)
 
     def nodes(self) -> list[fx.Node]:
         return [node for node in self._source.nodes if node.op == "call_function"]
@@ -159,8 +148,8 @@ class _Propagation:
             if form.fixed:
                 self._placing.fixed.add(node)
             return
-        if form.made == REPLICATED and self._is_derived(node):
-            self._derived.add(node)
+        if form.made == REPLICATED:
+            self._local.note_derived(node)
         try:
             self._compute(node, form)
         except MisfitError:
@@ -173,30 +162,7 @@ class _Propagation:
         made = self._made[node]
         if isinstance(made, TensorPlacement | ShardedSections | Routed):
             self._out.placed(self._local[node], made, node)
-            self._note_free(node)
-
-    def _note_free(self, node: fx.Node) -> None:
-        """Mark ``node`` as free if it depends only on free values and constants."""
-        free, constants = self._placing.free, self._out.constants
-        read = node.all_input_nodes
-        known = all(x in free or self._local[x] in constants for x in read)
-        plain = isinstance(node.target, OpOverload) and not is_random(node)
-        if plain and known and not free.isdisjoint(read):
-            free.add(node)
-
-    def _of_whole(self, node: fx.Node, placement: TensorPlacement) -> fx.Node:
-        """``node`` in ``placement``, from the whole that every device computes for itself."""
-        if isinstance(placement, Shard):
-            return self._out.slice(self._of_whole(node, REPLICATED), placement.dim)
-        if node not in self._wholes:
-            free = self._placing.free
-            args, kwargs = pytree.tree_map_only(
-                fx.Node,
-                lambda x: self._of_whole(x, REPLICATED) if x in free else self._local[x],
-                (node.args, dict(node.kwargs)),
-            )
-            self._wholes[node] = self._out.call(node.target, args, True, **kwargs)
-        return self._wholes[node]
+            self._local.note_free(node)
 
     def _compute(self, node: fx.Node, form: Form) -> None:
         needs, made = form.reads, form.made
@@ -209,7 +175,9 @@ class _Propagation:
                 "set dropout to 0 there"
             )
         args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda x: self._form(x, needs.get(x), sharded), (node.args, dict(node.kwargs))
+            fx.Node,
+            lambda x: self._local.read(x, needs.get(x), sharded),
+            (node.args, dict(node.kwargs)),
         )
         self._made[node] = made
         if sharded and not isinstance(made, tuple) and is_shard(made):
@@ -236,7 +204,7 @@ class _Propagation:
         self._drawn(node, noise)
         part = self._out.slice(noise, made.dim)
         self._made[node] = made
-        read = self._form(source, needs[source], True)
+        read = self._local.read(source, needs[source], True)
         self._local[node] = self._out.call(aten.mul.Tensor, (read, part), True)
         return True
 
@@ -248,13 +216,8 @@ class _Propagation:
             draw = Draw(tuple(whole.shape), whole.dtype, probability)
         self._draws.append((local, draw))
 
-    def _is_derived(self, node: fx.Node) -> bool:
-        inputs = node.all_input_nodes
-        known = all(x in self._placing.fixed or x in self._derived for x in inputs)
-        return bool(inputs) and known and not is_random(node)
-
     def read(self, node: fx.Node) -> fx.Node:
-        return self._form(node, self._reads[node], True)
+        return self._local.read(node, self._reads[node], True)
 
     def call(self, target: Any, *args: Any, sharded: bool = True, **kwargs: Any) -> fx.Node:
         return self._out.call(target, args, sharded, **kwargs)
@@ -269,58 +232,6 @@ class _Propagation:
         self, local: fx.Node, made: TensorPlacement, wanted: TensorPlacement, *, sharded: bool
     ) -> fx.Node:
         return self._out.redistributed(local, made, wanted, before=True, after=sharded)
-
-    def _form(self, node: fx.Node, placement: Any, sharded: bool) -> fx.Node:
-        """The local value of ``node`` in ``placement``, for a reader that is ``sharded`` or not."""
-        made, local = self._made[node], self._local[node]
-        if placement is None or isinstance(made, tuple):
-            return local
-        if isinstance(made, Routed) and made != placement:
-            raise UnroutedError
-        made_sharded = made != REPLICATED or local in self._out.sharded
-        plain = (
-            self._placing.strict
-            or node in self._placing.fixed
-            or local in self._out.constants
-            or not differentiable(local)
-        )
-        if made == placement and (made != REPLICATED or made_sharded == sharded or plain):
-            return local
-        if made == REPLICATED == placement and made_sharded:
-            return local  # a sharded computation's replicated result has no gradient
-        key = node, placement, sharded
-        if key not in self._forms:
-            if node in self._placing.free and isinstance(placement, TensorPlacement):
-                self._forms[key] = self._of_whole(node, placement)
-            elif _other_sections(made, placement):
-                whole = self._form(node, REPLICATED, sharded)
-                self._forms[key] = self._out.part(whole, placement)
-            elif made == REPLICATED == placement and node in self._derived:
-                self._forms[key] = self._again(node)
-            else:
-                if node in self._placing.fixed:  # only values move: copy it
-                    local = self._out.call(aten.clone.default, (local,), made_sharded)
-                moved = self._out.redistributed(
-                    local, made, placement, before=made_sharded, after=sharded
-                )
-                self._forms[key] = self._without_padding(moved, node, made, sharded)
-            if isinstance(made, Partial) and placement == self._placing.resolved(node.meta["val"]):
-                self._placing.reduced.add(node)
-        return self._forms[key]
-
-    def _without_padding(self, moved: fx.Node, node: fx.Node, made: Any, sharded: bool) -> fx.Node:
-        """``moved`` without the padding of a gathered dimension that is not divisible."""
-        if not isinstance(made, Shard) or node.meta["val"].shape[made.dim] % self._ways == 0:
-            return moved
-        size = node.meta["val"].shape[made.dim]
-        return self._out.call(aten.slice.Tensor, (moved, made.dim, 0, size), sharded)
-
-    def _again(self, node: fx.Node) -> fx.Node:
-        """A value computed from parameters, recomputed for a sharded reader."""
-        args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda x: self._form(x, REPLICATED, True), (node.args, dict(node.kwargs))
-        )
-        return self._out.call(node.target, args, True, **kwargs)
 
     def _emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any, sharded: bool) -> fx.Node:
         taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
@@ -367,7 +278,7 @@ class _Propagation:
             for node, placement in zip(ends, wanted, strict=True)
         ]
         results = [
-            self._form(node, placement, placement != REPLICATED)
+            self._local.read(node, placement, placement != REPLICATED)
             for node, placement in zip(ends, placements, strict=True)
         ]
         self._out.graph.output(tuple(results))
@@ -406,13 +317,6 @@ class _Propagation:
         if isinstance(made, Partial):
             return self._placing.resolved(node.meta["val"])
         return made if is_shard(made) or isinstance(made, Routed) else REPLICATED
-
-
-def _other_sections(made: LocalLayout, wanted: LocalLayout) -> bool:
-    """Whether ``made`` and ``wanted`` shard different sections of a dimension."""
-    if isinstance(made, ShardedSections) and isinstance(wanted, Shard):
-        return made.dim == wanted.dim
-    return isinstance(wanted, ShardedSections)
 
 
 def _replicated(made: Any) -> Any:

@@ -28,7 +28,6 @@ from piper.capture.shard.rewrites import (  # noqa: F401 - each registers its fo
     attention,
     fused_weights,
     grouped_products,
-    own_heads,
     vocab_parallel,
 )
 from piper.capture.shard.rewrites.table import REWRITES, WITHOUT_TORCH

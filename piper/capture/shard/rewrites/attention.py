@@ -5,6 +5,9 @@ Causal attention on a device's head and tail of the sequence: keys and values ar
 their gradients reduce-scattered.
 
     q S(2), k S(2), v S(2) ─▶ q, [S(2) -> R] k, [S(2) -> R] v ─▶ head_tail_attention ─▶ S(2)
+
+A device that computes one of the repeated key heads (``key_heads.py``) selects the head's part of
+each parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
 from piper.base.errors import CaptureError
@@ -26,6 +29,7 @@ from piper.capture.shard.rewrites.attention_dropout import ATTENTION
 from piper.capture.shard.rewrites.table import Form, Share, rewrite
 from piper.capture.shard.shard_axis import ShardAxis
 
+aten = torch.ops.aten
 _SEQUENCE = Shard(2)
 
 
@@ -89,3 +93,26 @@ def heads(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form
     """Attention of a device's head and tail of the sequence, sharded further by heads."""
     alike = all(placed[x] == Shard(1) for x in node.args[:3])  # type: ignore[index]
     return Form(placed, (Shard(1), Shard(1))) if alike else None
+
+
+def repeated_heads(parameter: Tensor, heads: int, times: int) -> Tensor:
+    """A parameter, with heads along dimension 0, with each head repeated ``times`` times."""
+    apart = parameter.unflatten(0, (heads, -1))
+    return apart.repeat_interleave(times, 0).flatten(0, 1)
+
+
+@rewrite(repeated_heads)
+def own_head(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form | None:
+    """A device selects its head from the whole parameter."""
+    parameter, heads, times = node.args
+    assert isinstance(parameter, fx.Node)
+    shape = list(parameter.meta["val"].shape)
+
+    def emit(share: Share) -> fx.Node:
+        apart = share.call(aten.reshape.default, share.read(parameter), [heads, -1, *shape[1:]])
+        first = share.call(aten.floor_divide.default, share.rank(), times)
+        index = share.call(aten.unsqueeze.default, first, 0)
+        head = share.call(aten.index_select.default, apart, 0, index)
+        return share.call(aten.squeeze.dim, head, 0)
+
+    return Form({parameter: REPLICATED}, Shard(0), emit, fixed=True)

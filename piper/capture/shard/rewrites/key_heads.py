@@ -21,9 +21,9 @@ from torch.distributed.tensor import Shard
 from piper.capture.experts.part_rules import Mixed, UnknownOperation, part_rules
 from piper.capture.graphs import is_random
 from piper.capture.shard.placements import REPLICATED, Placements
-from piper.capture.shard.resizing import resized
+from piper.capture.shard.rewrites.attention import repeated_heads
 from piper.capture.shard.rewrites.attention_dropout import Builder
-from piper.capture.shard.rewrites.own_heads import repeated_heads
+from piper.capture.shard.rewrites.resizing import resized
 
 aten = torch.ops.aten
 
