@@ -10,7 +10,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ from piper.capture.trace.quiet import quiet_tracing
 from piper.ir.dag.facts import LOSS_PREFIX
 from piper.ir.passes import Kind, Ref, RematPolicy
 from piper.ir.tensors import TensorSpec
+
+_Choice = TypeVar("_Choice", bound=Enum)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,13 +159,13 @@ def capture(
     Without ``repeats``, equal modules are traced one by one.
     """
     chosen = compiler_named(compiler)
-    policy = chosen.remat if remat is None else _policy(remat)
+    policy = chosen.remat if remat is None else _chosen("remat", RematPolicy, remat)
     loss = loss_or_own(loss, targets)
     check_model(model)
     where = device_of(model, device)
     example = Batch.of(inputs, targets)
     _check(model, loss, targets)
-    kind = _precision(precision)
+    kind = _chosen("precision", Precision, precision)
     with _tracing():
         return _capture(
             model,
@@ -202,7 +205,7 @@ def trace(
             parts=microbatches,
             device=device_of(model, device),
             outputs=outputs,
-            dtype=_precision(precision).dtype,
+            dtype=_chosen("precision", Precision, precision).dtype,
         )
 
 
@@ -309,20 +312,13 @@ def _check(model: nn.Module, loss: object, targets: Sequence[Any]) -> None:
         )
 
 
-def _precision(name: str) -> Precision:
+def _chosen(argument: str, kind: type[_Choice], name: str) -> _Choice:
+    """The member of ``kind`` that ``argument=name`` selects."""
     try:
-        return Precision(name)
+        return kind(name)
     except ValueError:
-        names = ", ".join(kind.value for kind in Precision)
-        raise CaptureError(f"precision={name!r} is unknown; choose one of {names}") from None
-
-
-def _policy(name: str) -> RematPolicy:
-    try:
-        return RematPolicy(name)
-    except ValueError:
-        names = ", ".join(policy.value for policy in RematPolicy)
-        raise CaptureError(f"remat={name!r} is unknown; choose one of {names}") from None
+        names = ", ".join(one.value for one in kind)
+        raise CaptureError(f"{argument}={name!r} is unknown; choose one of {names}") from None
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:

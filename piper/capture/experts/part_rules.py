@@ -29,6 +29,7 @@ from piper.capture.shard.placements import (
     sections,
 )
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION
+from piper.capture.shard.rewrites.fused_weights import dim_of
 from piper.capture.shard.rewrites.resizing import resized, takes_sizes
 from piper.capture.shard.rewrites.views import VIEWS, viewed
 from piper.capture.shard.shard_axis import PartAxis, ShardAxis
@@ -91,6 +92,17 @@ class PartRules(Rules):
                     return answer
         raise Mixed
 
+    def joined(self, node: fx.Node, placed: Mapping[fx.Node, Placements]) -> Placements | None:
+        """The placement of values of one size that ``node`` concatenates along their parts; None
+        if they are not such."""
+        values: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        (made, *others) = {placed[x] for x in values}
+        sizes = {x.meta["val"].shape for x in values}
+        if others or len(sizes) > 1 or not isinstance(made, SHARDED):
+            return None
+        along = dim_of(node, 1) == made.dim
+        return in_sections(made.dim, len(values) * sections(made)) if along else None
+
     def _ask(self, node: fx.Node, given: InputPlacements) -> Placements | None:
         if node.target in VIEWS:
             return self._view(node, given)
@@ -113,8 +125,9 @@ class PartRules(Rules):
     def _view(self, node: fx.Node, given: InputPlacements) -> Placements | None:
         (source,) = node.all_input_nodes
         placed, shape = given[source], source.meta["val"].shape
-        found = viewed(shape, node.meta["val"].shape, placed.dim, sections(placed), self._parts)
-        return found and in_sections(*found)
+        wanted = node.meta["val"].shape
+        parts = viewed(shape, wanted, placed.dim, sections(placed), self._parts)
+        return parts and in_sections(*parts)
 
 
 def _has_parts(made: Placements | None) -> bool:

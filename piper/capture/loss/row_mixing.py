@@ -21,15 +21,7 @@ from torch.distributed.tensor import Shard
 from piper.capture.blame import lines_of
 from piper.capture.experts.part_rules import Mixed, PartRules, UnknownOperation
 from piper.capture.graphs import ancestors, arguments
-from piper.capture.shard.placements import (
-    REPLICATED,
-    SHARDED,
-    Placements,
-    alike,
-    in_sections,
-    sections,
-)
-from piper.capture.shard.rewrites.fused_weights import dim_of
+from piper.capture.shard.placements import REPLICATED, Placements, alike
 
 aten = torch.ops.aten
 
@@ -216,7 +208,7 @@ class RowWalk:
         if packet in _PRODUCTS and _sums_over_rows(node, placed):
             return _REDUCED
         if packet is aten.cat:
-            joined = _joined(node, placed)
+            joined = self._rules.joined(node, placed)
             return _UNKNOWN if joined is None else RowState(RowKind.ROWS, joined)
         with_rows = [x for x, state in states.items() if state.kind is RowKind.ROWS]
         if packet in _PRODUCTS and len(with_rows) == 1:
@@ -281,17 +273,6 @@ def _sums_over_rows(node: fx.Node, placed: Mapping[fx.Node, Placements]) -> bool
     if node.target not in (aten.mm.default, aten.matmul.default):
         return False
     return [placed.get(x) for x in node.args if isinstance(x, fx.Node)] == [Shard(1), Shard(0)]
-
-
-def _joined(node: fx.Node, placed: Mapping[fx.Node, Placements]) -> Placements | None:
-    """The placement of values of one size joined along rows: a multiple of the batch's rows."""
-    joined: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-    (made, *others) = {placed[x] for x in joined}
-    if others or len({x.meta["val"].shape for x in joined}) > 1 or not isinstance(made, SHARDED):
-        return None
-    return (
-        in_sections(made.dim, len(joined) * sections(made)) if dim_of(node, 1) == made.dim else None
-    )
 
 
 def _is_pointwise(node: fx.Node) -> bool:

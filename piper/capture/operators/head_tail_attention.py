@@ -91,7 +91,7 @@ def head_tail_attention_backward(
     heads = key.shape[1]
     key, value = _repeated(query, key), _repeated(query, value)
     if query.device.type == "cpu":
-        gradients = _backward_by_parts(gradient, query, key, value, made, sums, rank, scale)
+        gradients = _backward_by_parts((gradient, query, made, sums), key, value, rank, scale)
     else:
         packed = _Packed(query, key, rank)
         for_queries, for_keys, for_values, _ = aten._efficient_attention_backward(
@@ -115,16 +115,7 @@ def head_tail_attention_backward(
 
 
 @head_tail_attention_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    made: Tensor,
-    sums: Tensor,
-    rank: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, ...]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
@@ -163,30 +154,17 @@ def _products(query: torch.Size, key: torch.Size) -> int:
 
 
 def _backward_by_parts(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    made: Tensor,
-    sums: Tensor,
-    rank: Tensor,
-    scale: float,
+    of_queries: tuple[Tensor, ...], key: Tensor, value: Tensor, rank: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """``of_queries`` are the gradients, the queries, their results and the log-sum-exps."""
     for_queries, for_keys, for_values = [], torch.zeros_like(key), torch.zeros_like(value)
-    gradient, query, key, value, made = map(_adjacent, (gradient, query, key, value, made))
+    *rows, sums = of_queries
+    gradient, query, made, key, value = map(_adjacent, (*rows, key, value))
     halves = zip(*(x.chunk(2, 2) for x in (gradient, made, sums)), strict=True)
     for (q, seen), (g, x, s) in zip(_parts(query, key, rank), halves, strict=True):
+        shown = key[:, :, :seen], value[:, :, :seen]
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g,
-            q,
-            key[:, :, :seen],
-            value[:, :, :seen],
-            x,
-            s,
-            0.0,
-            False,
-            attn_mask=_mask(q, seen),
-            scale=scale,
+            g, q, *shown, x, s, 0.0, False, attn_mask=_mask(q, seen), scale=scale
         )
         for_queries.append(dq)
         for_keys[:, :, :seen] += dk
@@ -233,12 +211,7 @@ class _Packed:
         count = torch.arange(2 * self._batch + 1, device=query.device)
         head = (rank + 1) * part
         ends = count // 2 * (whole + part) + count % 2 * head
-        self.lengths = (
-            (count * part).to(torch.int32),
-            ends.to(torch.int32),
-            part,
-            whole,
-        )
+        self.lengths = (count * part).to(torch.int32), ends.to(torch.int32), part, whole
         place = torch.arange(whole + part, device=query.device)
         self._at = torch.where(place < head, place, place - head)
         self._whole = whole

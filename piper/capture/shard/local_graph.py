@@ -20,8 +20,6 @@ from torch.utils import _pytree as pytree
 from piper.capture.shard.placements import (
     REPLICATED,
     LocalLayout,
-    Routed,
-    RowRole,
     ShardedSections,
     TensorPlacement,
     is_shard,
@@ -84,13 +82,9 @@ class LocalGraph:
         """Record the placement of ``local``; along earlier axes it is that of ``like``."""
         earlier = placements_of(local if like is None else like)
         others = [p for p in earlier if p.axis != self._axis.name]
-        if isinstance(placement, Shard | ShardedSections):
-            others.append(AxisPlacement(self._axis.name, placement.dim))
-        elif isinstance(placement, Routed):
-            counts = placement.role is RowRole.COUNTS
-            others.append(AxisPlacement(self._axis.name, None if counts else 0))
-        elif isinstance(placement, Partial):
-            others.append(AxisPlacement(self._axis.name, None))
+        if placement != REPLICATED:
+            dim = placement.dim if is_shard(placement) else None
+            others.append(AxisPlacement(self._axis.name, dim))
         local.meta["placements"] = tuple(others)
 
     def redistributed(

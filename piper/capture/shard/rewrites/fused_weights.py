@@ -24,18 +24,8 @@ from piper.capture.shard.rewrites.views import VIEWS
 from piper.capture.shard.shard_axis import ShardAxis
 
 aten = torch.ops.aten
-SPLITS = (
-    aten.split_with_sizes.default,
-    aten.split.sizes,
-    aten.split.Tensor,
-    aten.chunk.default,
-)
-TURNS = (
-    aten.transpose.int,
-    aten.permute.default,
-    aten.t.default,
-    aten.numpy_T.default,
-)
+SPLITS = (aten.split_with_sizes.default, aten.split.sizes, aten.split.Tensor, aten.chunk.default)
+TURNS = (aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default)
 
 
 @rewrite(*SPLITS)
