@@ -42,6 +42,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import piper
+from piper.launch.device.device import WorkerDevice
 from piper.state.device import checkpoint_parts as parts
 
 WIDTH = 1024
@@ -81,9 +82,16 @@ def trainer_of(mb: int, x: Tensor, strategy: piper.Strategy) -> piper.Trainer:
     return trainer
 
 
+def _device(trainer: piper.Trainer) -> WorkerDevice:
+    """The device of this rank."""
+    local = trainer._worker_group.local
+    assert local is not None
+    return local.devices[0]
+
+
 def own_tensors(trainer: piper.Trainer) -> dict[str, Tensor]:
     """The tensors that this rank holds between steps."""
-    state = trainer._worker_group.local.devices[0].state  # type: ignore[union-attr]
+    state = _device(trainer).state
     found = {f"p{i}": held.updated for i, held in state.held.items()}
     for i, kept in enumerate(state.optimizer.state.values()):
         found |= {f"{kind}{i}": x for kind, x in kept.items() if x.numel() > 1}
@@ -218,7 +226,7 @@ def saved_step(trainer: piper.Trainer, x: Tensor, kind: str, path: Path) -> None
     if kind != PLAIN:
         trainer.save(path, background=True)
     if kind == AT_ONCE:
-        trainer._worker_group.local.devices[0].loaded.finish_copies()  # type: ignore[union-attr]
+        _device(trainer).loaded.finish_copies()
     trainer.step(x, x)
 
 

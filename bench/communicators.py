@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_c10d: Any = torch._C._distributed_c10d
+
 COUNT = 8
 SIZES = (2**10, 2**20, 2**24)
 """Elements of a message, in fp32."""
@@ -107,7 +109,7 @@ def one_rank(ranks: int) -> None:
 
 
 def messages(first: Any, second: Any, x: Any, rank: int, told: Any, barrier: Any) -> None:
-    options: Any = torch._C._distributed_c10d.BroadcastOptions()  # type: ignore[attr-defined]
+    options = _c10d.BroadcastOptions()
     options.asyncOp = False
     options.rootRank = 0
 

@@ -171,7 +171,6 @@ GROUPED_MM = torch.ops.piper.grouped_mm.default
 EXPERT_COUNTS = torch.ops.piper.expert_counts.default
 EXPERT_OFFSETS = torch.ops.piper.expert_offsets.default
 EXPERT_ROWS = torch.ops.piper.expert_rows.default
-EXPERT_SUMS = torch.ops.piper.expert_sums.default
 REGROUP = torch.ops.piper.regroup.default
 
 EAGER: Mapping[object, Callable[..., Any]] = {

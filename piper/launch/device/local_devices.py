@@ -7,6 +7,7 @@ instead.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -33,12 +34,12 @@ Drive = Callable[[Sequence[WorkerDevice], Sequence[Running]], list[Report]]
 """Runs the generators of all devices to their end, and returns their reports."""
 
 
-class PerDevice:
+class PerDevice(ABC):
     """An argument that differs between devices."""
 
+    @abstractmethod
     def part(self, device: WorkerDevice) -> Any:
         """The argument of a device of this process."""
-        raise NotImplementedError
 
 
 def _argument(given: Any, device: WorkerDevice) -> Any:
