@@ -87,11 +87,11 @@ def _keys(node: _Node) -> list[Any]:
     if node.type == "collections.defaultdict" and isinstance(node.context, _Factory):
         return node.context.dict_context
     try:
-        found = json.loads(node.context) if isinstance(node.context, str) else None
+        keys = json.loads(node.context) if isinstance(node.context, str) else None
     except ValueError:
-        found = None
-    if node.type == "collections.defaultdict" or type(found) is not list:
+        keys = None
+    if node.type == "collections.defaultdict" or type(keys) is not list:
         raise MalformedError(f"{shown(node.context)} is not the context of a {node.type}")
-    if not all(isinstance(key, str | int | float | None) for key in found):
-        raise MalformedError(f"{shown(found)} are not keys: these are strings or numbers")
-    return found
+    if not all(isinstance(key, str | int | float | None) for key in keys):
+        raise MalformedError(f"{shown(keys)} are not keys: these are strings or numbers")
+    return keys

@@ -84,10 +84,10 @@ _GPU_SHARING = Sharing(links=0.46, compute=0.08, communication=0.05)
 def known_gpu(name: str) -> Device | None:
     """The preset of a GPU by the name that its driver gives, such as "NVIDIA A100-SXM4-80GB"."""
     words = set(re.split(r"[^A-Za-z0-9]+", name.replace("RTX ", "RTX")))
-    for kind, found in DEVICES.items():
+    for kind, preset in DEVICES.items():
         model, _, size = kind.partition("-")
         if model in words and (not size or f"{size}GB" in words):
-            return found
+            return preset
     return None
 
 

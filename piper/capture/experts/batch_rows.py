@@ -57,7 +57,7 @@ def rows_of(cut: Cut, rows: int, other: Cut | None = None) -> dict[int, Rows]:
         placed |= zip(chunk.outputs, known[key], strict=True)
         for value in chunk.outputs:
             orders.add(chunk, value, placed[value])
-    return orders.found | _by_expert(cut)
+    return orders.rows | _by_expert(cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class _Orders:
     """Finds the order of the rows in each value."""
 
     def __init__(self, cut: Cut, varying: Mapping[int, int], rules: PartRules) -> None:
-        self.found: dict[int, Rows] = {}
+        self.rows: dict[int, Rows] = {}
         self._cut, self._varying, self._rules = cut, varying, rules
         self._known: dict[tuple[str, _Dims, _Dims], bool] = {}
 
@@ -107,10 +107,10 @@ class _Orders:
         counts = dim is not None and _counts(self._cut.values[value].spec)
         if followed.lost and (rows != Rows(0) or dim or counts):
             rows = None  # a guess holds only for the usual layout, rows first, and no indices
-        self.found[value] = rows or self._ordered(maker, dim)
+        self.rows[value] = rows or self._ordered(maker, dim)
 
     def _ordered(self, maker: Chunk, dim: int | None) -> Rows:
-        orders = {self.found[v].order for v in maker.inputs if v in self._varying}
+        orders = {self.rows[v].order for v in maker.inputs if v in self._varying}
         order = orders.pop() if len(orders) == 1 else None
         keeps = order is not None and self._keeps(maker)
         return Rows(dim, order if keeps else maker.index)

@@ -197,10 +197,10 @@ class Placing:
             sections = len(placed.sections)
             if len(set(placed.sections)) > 1:
                 return None
-        found = viewed(shape, made, placed.dim, sections, self._parts)
-        if found is None:
+        place = viewed(shape, made, placed.dim, sections, self._parts)
+        if place is None:
             return None
-        dim, sections = found
+        dim, sections = place
         size = made[dim] // sections
         return Shard(dim) if sections == 1 else ShardedSections(dim, (size,) * sections)
 

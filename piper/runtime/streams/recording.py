@@ -36,11 +36,11 @@ class Recorder:
     def __init__(self, device: int, now: Callable[[], Any] = time.monotonic) -> None:
         self._device = device
         self._now = now
-        self._found: list[tuple[int, Any, Any]] = []
+        self._timings: list[tuple[int, Any, Any]] = []
 
     def wrapped(self, execute: BoundInstruction, pc: int, context: object) -> BoundInstruction:
         """``execute``, timed."""
-        now, found = self._now, self._found
+        now, timings = self._now, self._timings
         label = range_name(self._device, pc)
 
         def timed() -> Pending | None:
@@ -48,11 +48,11 @@ class Recorder:
             with record_function(label):
                 begun = execute()
             if begun is None:
-                found.append((pc, start, now()))
+                timings.append((pc, start, now()))
                 return None
 
             def over() -> None:
-                found.append((pc, *(begun.span or (start, now()))))
+                timings.append((pc, *(begun.span or (start, now()))))
 
             return begun.then(over)
 
@@ -60,9 +60,9 @@ class Recorder:
 
     def take(self) -> tuple[Measured, ...]:
         """All timings since the last call, in the order of the plan."""
-        rows = (Measured(pc, *map(self._seconds, times)) for pc, *times in self._found)
+        rows = (Measured(pc, *map(self._seconds, times)) for pc, *times in self._timings)
         measured = tuple(sorted(rows))
-        self._found.clear()
+        self._timings.clear()
         return measured
 
     def _seconds(self, moment: Any) -> float:

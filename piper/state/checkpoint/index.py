@@ -216,12 +216,12 @@ def _index(file: _File) -> Index:
             raise MalformedError("groups: settings have no params")
     from_json([file.scheduler, file.data])
 
-    def found(key: str) -> Tensor:
+    def tensor_of(key: str) -> Tensor:
         one = tables[STORED][key][0]
         return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
     for value in file.values:
-        from_json(value.value, found)
+        from_json(value.value, tensor_of)
     return Index(tables=tables, **picked(file, _Facts.__struct_fields__))
 
 

@@ -31,7 +31,7 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> dict[str, 
     may be missing."""
     folder, there = stored_tensors(files.path)
     tensors = {**dict(source.buffers()), **dict(source.parameters())}
-    found: dict[str, FirstTensor] = {}
+    matched: dict[str, FirstTensor] = {}
     used = set(names.added)
     missing = []
     shapes: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
@@ -46,7 +46,7 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> dict[str, 
         for other in written[1:] if not shapes else ():
             _refuse_different(folder, there, written[0], other, tensors[name].dtype)
         if written:
-            found[name] = FirstTensor(there[written[0]], tensors[name].dtype, folder)
+            matched[name] = FirstTensor(there[written[0]], tensors[name].dtype, folder)
         elif not name.startswith(LOSS_PREFIX):
             missing.append(keys[0])
     for name in tensors.keys() - set(names.keys.values()):  # buffers that are not persistent
@@ -58,7 +58,7 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> dict[str, 
             ". Patterns in piper.weights(folder, ignore=[...]) leave such tensors aside"
         )  # fmt: skip
         raise PiperError(f"the weights in {files.path} are not this model's. {text}{advice}")
-    return found
+    return matched
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -54,8 +54,8 @@ function duration(seconds) {
 const SIZES = [[2 ** 40, 'TiB'], [2 ** 30, 'GiB'], [2 ** 20, 'MiB'], [2 ** 10, 'KiB']];
 
 function bytes(n) {
-  const found = SIZES.find(([unit]) => Math.abs(n) >= unit);
-  return found ? `${digits(n / found[0])} ${found[1]}` : `${count(n)} B`;
+  const size = SIZES.find(([unit]) => Math.abs(n) >= unit);
+  return size ? `${digits(n / size[0])} ${size[1]}` : `${count(n)} B`;
 }
 
 /** With the prefix of a thousandfold, "1.23 TFLOP". */

@@ -204,14 +204,14 @@ function mark() {
   for (const name of shownPanes()) {
     const pane = panes[name];
     const mine = state.chosen && state.chosen.step === pane.step.number ? boxOf(pane, state.chosen.at) : null;
-    const found = name === 'after' ? new Set(state.matches) : new Set();
+    const matches = name === 'after' ? new Set(state.matches) : new Set();
     pane.svg.classList.toggle('choosing', Boolean(mine));
     for (const { part, drawn } of pane.boxes.values()) {
       if (part.open) continue;
-      const hit = found.size > 0 && part.members.some((at) => found.has(at));
+      const hit = matches.size > 0 && part.members.some((at) => matches.has(at));
       drawn.classList.toggle('is-chosen', part === mine);
       drawn.classList.toggle('is-found', hit);
-      drawn.classList.toggle('dim', found.size > 0 && !hit);
+      drawn.classList.toggle('dim', matches.size > 0 && !hit);
     }
     for (const { edge, line } of pane.edges) {
       line.classList.toggle('near', mine !== null && (edge.source === mine || edge.target === mine));
@@ -442,9 +442,9 @@ window.piper = {
 
 /** Boxes that lie on each other: there should be none. */
 function overlapping(boxes) {
-  const found = [];
+  const overlaps = [];
   boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b) => {
-    if (a.x < b.x + b.w && b.x < a.x + a.w && a.y < b.y + b.h && b.y < a.y + a.h) found.push([a.path, b.path]);
+    if (a.x < b.x + b.w && b.x < a.x + a.w && a.y < b.y + b.h && b.y < a.y + a.h) overlaps.push([a.path, b.path]);
   }));
-  return found;
+  return overlaps;
 }

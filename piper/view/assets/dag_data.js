@@ -26,9 +26,9 @@ const listOf = (dag, step, at, column) => dag.lists[dag.nodes[column][step.nodes
 /** The tags of a node, pairs of name and value. */
 function tagsOf(dag, step, at) {
   const flat = listOf(dag, step, at, 'tags');
-  const found = [];
-  for (let i = 0; i < flat.length; i += 2) found.push([dag.strings[flat[i]], dag.strings[flat[i + 1]]]);
-  return found;
+  const pairs = [];
+  for (let i = 0; i < flat.length; i += 2) pairs.push([dag.strings[flat[i]], dag.strings[flat[i + 1]]]);
+  return pairs;
 }
 
 /** A value in words, and its bytes on a device. */
@@ -129,15 +129,15 @@ function changesOf(dag, a, was, b, at) {
   const column = (name) => [dag.nodes[name][a.nodes[was]], dag.nodes[name][b.nodes[at]]];
   const shown = (step, place, name) =>
     (name === 'tags' ? tagText(tagsOf(dag, step, place)) : textOf(dag, step, place, name) || 'none');
-  const found = CHANGES.filter(([name]) => { const [x, y] = column(name); return x !== y; })
+  const changes = CHANGES.filter(([name]) => { const [x, y] = column(name); return x !== y; })
     .map(([name, what]) => [what, shown(a, was, name), shown(b, at, name)]);
   const [earlier, later] = [followed(dag, a, was), followed(dag, b, at)];
-  if (earlier.key !== later.key) found.push(['order', earlier.text, later.text]);
+  if (earlier.key !== later.key) changes.push(['order', earlier.text, later.text]);
   for (const name of ['reads', 'writes']) {
     const [x, y] = column(name);
-    if (x !== y) found.push([name, ...[[a, was], [b, at]].map(([step, place]) => valuesText(dag, step, place, name))]);
+    if (x !== y) changes.push([name, ...[[a, was], [b, at]].map(([step, place]) => valuesText(dag, step, place, name))]);
   }
-  return found;
+  return changes;
 }
 
 const tagText = (tags) => tags.map(([name, value]) => `${name} ${value}`).join(', ') || 'none';
@@ -176,9 +176,9 @@ const FEW = 12, MANY = 64;
 /** The group of a node on a level; many nodes share their tags, which are looked at once. */
 function groupOf(dag, step, at, level) {
   if (level === 'pass') return textOf(dag, step, at, 'kind');
-  const known = (dag.groups ??= {}), found = (known[level] ??= new Map()), tags = dag.nodes.tags[step.nodes[at]];
-  if (!found.has(tags)) found.set(tags, LEVELS[level](dag, tagsOf(dag, step, at)));
-  return found.get(tags);
+  const known = (dag.groups ??= {}), byTags = (known[level] ??= new Map()), tags = dag.nodes.tags[step.nodes[at]];
+  if (!byTags.has(tags)) byTags.set(tags, LEVELS[level](dag, tagsOf(dag, step, at)));
+  return byTags.get(tags);
 }
 
 /** What a group is made of: groups of the next level that tells its nodes apart, or, of a few nodes
@@ -256,15 +256,15 @@ function leavesOf(group) {
 function edgesOf(dag, step, leaves) {
   const graph = graphOf(dag, step), box = new Int32Array(step.size);
   leaves.forEach((leaf, i) => { leaf.index = i; for (const at of leaf.members) box[at] = i; });
-  const found = new Map();
+  const edges = new Map();
   for (let i = 0; i < graph.from.length; i++) {
     const source = box[graph.from[i]], target = box[graph.to[i]];
     if (source === target) continue;
     const key = source * leaves.length + target;
-    let edge = found.get(key);
-    if (!edge) found.set(key, (edge = { source: leaves[source], target: leaves[target], values: 0, orders: 0, size: 0 }));
+    let edge = edges.get(key);
+    if (!edge) edges.set(key, (edge = { source: leaves[source], target: leaves[target], values: 0, orders: 0, size: 0 }));
     if (graph.order[i]) edge.orders += 1;
     else { edge.values += 1; edge.size += graph.size[i]; }
   }
-  return [...found.values()];
+  return [...edges.values()];
 }

@@ -20,16 +20,16 @@ function layOut(tree, edges, depth, page) {
 
 /** Edges by values, lifted to where they join two parts of one group. */
 function innerEdges(edges) {
-  const found = new Map();
+  const inner = new Map();
   for (const { source, target, values } of edges) {
     if (!values) continue;
     let a = source, b = target;
     while (a.deep > b.deep) a = a.parent;
     while (b.deep > a.deep) b = b.parent;
     while (a.parent !== b.parent) { a = a.parent; b = b.parent; }
-    push(found, a.parent, [a, b]);
+    push(inner, a.parent, [a, b]);
   }
-  return found;
+  return inner;
 }
 
 function place(group, inner, depth, page) {
@@ -86,11 +86,11 @@ function inRows(layers, down, page) {
   const whole = strips.reduce((sum, strip) => sum + strip.along + gaps.along, 0);
   let best = null;
   for (let rows = 1; rows <= Math.min(strips.length, 24); rows++) {
-    const found = wrapped(strips, whole / rows, gaps);
-    const [w, h] = down ? [found.across, found.along] : [found.along, found.across];
-    const straight = found.rows.length === 1 || found.rows.every((row) => row.strips.length === 1);
+    const lines = wrapped(strips, whole / rows, gaps);
+    const [w, h] = down ? [lines.across, lines.along] : [lines.along, lines.across];
+    const straight = lines.rows.length === 1 || lines.rows.every((row) => row.strips.length === 1);
     const scale = Math.min(page.w / w, page.h / h, 1.1) * (straight ? STRAIGHT : 1);
-    if (!best || scale > best.scale * 1.001) best = { scale, w, h, rows: found.rows };
+    if (!best || scale > best.scale * 1.001) best = { scale, w, h, rows: lines.rows };
   }
   for (const row of best.rows) setRow(row, down, gaps.beside);
   return { w: best.w, h: best.h };
@@ -98,16 +98,16 @@ function inRows(layers, down, page) {
 
 /** A layer cut where it would grow too wide. */
 function cut(layer, along, across, beside, most) {
-  const found = [];
+  const rows = [];
   for (const part of layer) {
-    const last = found[found.length - 1];
+    const last = rows[rows.length - 1];
     if (last && last.across + beside + part[across] <= most) {
       last.parts.push(part);
       last.across += beside + part[across];
       last.along = Math.max(last.along, part[along]);
-    } else found.push({ parts: [part], across: part[across], along: part[along] });
+    } else rows.push({ parts: [part], across: part[across], along: part[along] });
   }
-  return found;
+  return rows;
 }
 
 /** Strips in rows that end once they are about so long. */

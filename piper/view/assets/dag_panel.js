@@ -76,12 +76,12 @@ function changeDetails(dag, step, at) {
 /** A group in figures. */
 function groupDetails(dag, step, group, effect) {
   const tally = (column) => {
-    const found = new Map();
+    const counts = new Map();
     for (const at of group.members) {
       const text = textOf(dag, step, at, column) || '–';
-      found.set(text, (found.get(text) ?? 0) + 1);
+      counts.set(text, (counts.get(text) ?? 0) + 1);
     }
-    const shown = [...found].sort((a, b) => b[1] - a[1]).map(([text, n]) => `${text}\u00a0×\u00a0${count(n)}`);
+    const shown = [...counts].sort((a, b) => b[1] - a[1]).map(([text, n]) => `${text}\u00a0×\u00a0${count(n)}`);
     const more = shown.length > 12 ? ` · and ${count(shown.length - 12)} more` : '';
     return shown.slice(0, 12).join(' · ') + more;
   };
@@ -99,7 +99,7 @@ function groupDetails(dag, step, group, effect) {
 
 /** How many nodes of a group a step added, removed and changed. */
 function effectIn(group, marks) {
-  const found = { added: 0, removed: 0, changed: 0 };
-  for (const at of group.members) if (marks[at]) found[STATUS[marks[at]]] += 1;
-  return found;
+  const counts = { added: 0, removed: 0, changed: 0 };
+  for (const at of group.members) if (marks[at]) counts[STATUS[marks[at]]] += 1;
+  return counts;
 }

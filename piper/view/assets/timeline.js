@@ -194,11 +194,11 @@ function stepRow(by) {
 
 function search(query) {
   state.query = query;
-  const found = runs.map((run) => matchesOf(run, query));
+  const masks = runs.map((run) => matchesOf(run, query));
   const marked = (marks) => (marks ? [...marks.keys()].filter((i) => marks[i]) : []);
-  state.matches = found.flatMap((marks, run) => marked(marks).map((index) => ({ run, index })));
+  state.matches = masks.flatMap((marks, run) => marked(marks).map((index) => ({ run, index })));
   state.matches.sort((a, b) => a.run - b.run || runs[a.run].start[a.index] - runs[b.run].start[b.index]);
-  state.found = found;
+  state.masks = masks;
   state.current = -1;
   scene.match = null;
   showCount();
@@ -221,9 +221,9 @@ function showCount() {
 /** Which events are lit: those found, or only the critical ones of these; null if all are. */
 function light() {
   scene.lit = runs.map((run, number) => {
-    const found = state.found?.[number] ?? null;
-    if (!scene.critical) return found;
-    return found ? found.map((one, i) => one & run.critical[i]) : run.critical;
+    const mask = state.masks?.[number] ?? null;
+    if (!scene.critical) return mask;
+    return mask ? mask.map((one, i) => one & run.critical[i]) : run.critical;
   });
   redraw();
 }
@@ -515,8 +515,8 @@ window.piper = {
     return hitAt(x - box.left, y - box.top)?.event ?? null;
   },
   rectOf: (run, index) => {
-    const box = canvas.getBoundingClientRect(), found = rectOf(scene, runs[run], index);
-    return found && { ...found, x: found.x + box.left, y: found.y + box.top };
+    const box = canvas.getBoundingClientRect(), rect = rectOf(scene, runs[run], index);
+    return rect && { ...rect, x: rect.x + box.left, y: rect.y + box.top };
   },
   frameTimes: () => [...frames],
   look, select,

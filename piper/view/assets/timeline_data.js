@@ -105,10 +105,10 @@ function rowOf(run, i) {
 
 /** All other events of the same node. */
 function sameNode(run, i) {
-  run.byNode ??= run.node.reduce((found, node, at) => {
-    if (!found.has(node)) found.set(node, []);
-    found.get(node).push(at);
-    return found;
+  run.byNode ??= run.node.reduce((events, node, at) => {
+    if (!events.has(node)) events.set(node, []);
+    events.get(node).push(at);
+    return events;
   }, new Map());
   return run.byNode.get(run.node[i]).filter((other) => other !== i);
 }
@@ -121,8 +121,8 @@ function partnerOf(runs, number, i) {
   mine.turns ??= turnsOf(mine);
   other.byName ??= byNameOf(other);
   const device = mine.rows[rowOf(mine, i)].device;
-  const found = other.devices.findIndex((one) => one.name === mine.devices[device].name);
-  const key = `${found < 0 ? device : found}/${mine.name[i]}/${mine.kind[i]}/${mine.turns[i]}`;
+  const twin = other.devices.findIndex((one) => one.name === mine.devices[device].name);
+  const key = `${twin < 0 ? device : twin}/${mine.name[i]}/${mine.kind[i]}/${mine.turns[i]}`;
   return other.byName.get(key) ?? null;
 }
 
@@ -142,36 +142,36 @@ function turnsOf(run) {
 
 function byNameOf(run) {
   run.turns ??= turnsOf(run);
-  const found = new Map();
+  const events = new Map();
   for (const row of run.rows) {
     for (let i = row.first; i < row.last; i++) {
-      found.set(`${row.device}/${run.name[i]}/${run.kind[i]}/${run.turns[i]}`, i);
+      events.set(`${row.device}/${run.name[i]}/${run.kind[i]}/${run.turns[i]}`, i);
     }
   }
-  return found;
+  return events;
 }
 
 /** Which events a query speaks of: 1 for each that it does. `#12` is a node, `kind:F`, `mb:3`,
  * `stage:…` and `directive:…` are columns, anything else is looked for in all texts. */
 function matchesOf(run, query) {
-  const found = new Uint8Array(run.size);
+  const marks = new Uint8Array(run.size);
   const wanted = query.trim().toLowerCase();
   if (!wanted) return null;
   const node = /^#(\d+)$/.exec(wanted);
   const column = /^(kind|mb|stage|directive):\s*(.*)$/.exec(wanted);
   const has = (text) => text.toLowerCase().includes(wanted);
-  if (node) run.node.forEach((n, i) => { if (n === Number(node[1])) found[i] = 1; });
+  if (node) run.node.forEach((n, i) => { if (n === Number(node[1])) marks[i] = 1; });
   else if (column && column[1] === 'mb') {
-    run.microbatch.forEach((n, i) => { if (n === Number(column[2] || NaN)) found[i] = 1; });
-  } else if (column) mark(run, found, [column[1]], (text) => text.toLowerCase() === column[2]);
-  else mark(run, found, ['name', 'tags', 'kind', 'directive'], has);
-  return found;
+    run.microbatch.forEach((n, i) => { if (n === Number(column[2] || NaN)) marks[i] = 1; });
+  } else if (column) mark(run, marks, [column[1]], (text) => text.toLowerCase() === column[2]);
+  else mark(run, marks, ['name', 'tags', 'kind', 'directive'], has);
+  return marks;
 }
 
 /** Mark the events one of whose texts passes; every distinct text is looked at once. */
-function mark(run, found, columns, passes) {
+function mark(run, marks, columns, passes) {
   const good = run.strings.map(passes);
-  for (const column of columns) run[column].forEach((text, i) => { if (good[text]) found[i] = 1; });
+  for (const column of columns) run[column].forEach((text, i) => { if (good[text]) marks[i] = 1; });
 }
 
 const groupLabel = (run, i) =>
@@ -200,17 +200,17 @@ function pairsOf(run) {
 }
 
 function groupsOf(run, device) {
-  const found = new Map();
+  const groups = new Map();
   for (const row of device.rows.map((i) => run.rows[i])) {
     for (let i = row.first; i < row.last; i++) {
       if (run.microbatch[i] < 0 || !PASSES.has(run.strings[run.kind[i]])) continue;
       const key = `${run.stage[i]}/${run.kind[i]}/${run.microbatch[i]}`;
-      const group = found.get(key);
+      const group = groups.get(key);
       if (group) { group.start = Math.min(group.start, run.start[i]); group.end = Math.max(group.end, run.end[i]); }
-      else found.set(key, { label: groupLabel(run, i), start: run.start[i], end: run.end[i] });
+      else groups.set(key, { label: groupLabel(run, i), start: run.start[i], end: run.end[i] });
     }
   }
-  return [...found.values()];
+  return [...groups.values()];
 }
 
 /** The colours of all events under one way to choose them: palette, the legend, and for each event

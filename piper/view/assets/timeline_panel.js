@@ -158,9 +158,9 @@ const UNITS = new Map([...TIMES, ...SIZES].map(([size, unit]) => [unit, size]));
 
 /** A figure as a number, if it is one with a unit: "1,234.5 ms (slow)" is 1.2345 in seconds. */
 function figureOf(text) {
-  const found = /^\s*([+\-−]?[\d,]*\.?\d+(?:e[+-]?\d+)?)\s*([^\s(]*)\s*(?:\(.*\))?\s*$/i.exec(text);
-  if (!found) return null;
-  const value = Number(found[1].replaceAll(',', '').replace('−', '-')), unit = found[2];
+  const parts = /^\s*([+\-−]?[\d,]*\.?\d+(?:e[+-]?\d+)?)\s*([^\s(]*)\s*(?:\(.*\))?\s*$/i.exec(text);
+  if (!parts) return null;
+  const value = Number(parts[1].replaceAll(',', '').replace('−', '-')), unit = parts[2];
   if (!Number.isFinite(value)) return null;
   const isOf = (units) => units.some(([, name]) => name === unit);
   const kind = isOf(TIMES) ? 'time' : isOf(SIZES) || unit === 'B' ? 'bytes' : unit;

@@ -47,9 +47,9 @@ def routed(node: fx.Node, made: Now, ask: Ask) -> Form | None:
     if not any(isinstance(p, Routed) for p in now.values()):
         return None
     for rule in (_indexed, _returned, _inverted, _arithmetic, _counted):
-        found = rule(node, now)
-        if found is not None:
-            return found
+        form = rule(node, now)
+        if form is not None:
+            return form
     return _each_row(node, now, ask)
 
 

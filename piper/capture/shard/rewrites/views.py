@@ -31,9 +31,9 @@ def viewed(
     run, rest = divmod(math.prod(shape[dim:]), sections * parts)
     if rest or not run:
         return None
-    found, inside, before = None, math.prod(made), 0
+    place, inside, before = None, math.prod(made), 0
     for at, size in enumerate(made):
         period, inside = inside, inside // size
         if run % inside == 0 and period % (run * parts) == 0 and period != before:
-            found, before = (at, period // (run * parts)), period
-    return found
+            place, before = (at, period // (run * parts)), period
+    return place
