@@ -14,12 +14,24 @@ from piper.base.errors import PiperError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Choice = TypeVar("Choice", bound=Enum)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The question "did you mean ...?" with the closest match to ``name``; empty if none."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f": did you mean {close[0]}?" if close else ""
+
+
+def choice(
+    argument: str, name: object, kind: type[Choice], error: type[PiperError] = PiperError
+) -> Choice:
+    """The member of ``kind`` that ``argument=name`` selects."""
+    try:
+        return kind(name)
+    except ValueError:
+        names = ", ".join(one.value for one in kind)
+        raise error(f"{argument}={name!r} is unknown: one of {names}") from None
 
 
 def named_arguments(

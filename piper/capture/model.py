@@ -10,14 +10,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+from piper.base.arguments import choice
 from piper.base.errors import CaptureError
 from piper.base.modes import Precision, autocast_kinds
 from piper.base.units import class_text
@@ -43,8 +43,6 @@ from piper.capture.trace.quiet import quiet_tracing
 from piper.ir.dag.facts import LOSS_PREFIX
 from piper.ir.passes import Kind, Ref, RematPolicy
 from piper.ir.tensors import TensorSpec
-
-_Choice = TypeVar("_Choice", bound=Enum)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,13 +157,13 @@ def capture(
     Without ``repeats``, equal modules are traced one by one.
     """
     chosen = compiler_named(compiler)
-    policy = chosen.remat if remat is None else _chosen("remat", RematPolicy, remat)
+    policy = chosen.remat if remat is None else choice("remat", remat, RematPolicy, CaptureError)
     loss = loss_or_own(loss, targets)
     check_model(model)
     where = device_of(model, device)
     example = Batch.of(inputs, targets)
     _check(model, loss, targets)
-    kind = _chosen("precision", Precision, precision)
+    kind = choice("precision", precision, Precision, CaptureError)
     with _tracing():
         return _capture(
             model,
@@ -205,7 +203,7 @@ def trace(
             parts=microbatches,
             device=device_of(model, device),
             outputs=outputs,
-            dtype=_chosen("precision", Precision, precision).dtype,
+            dtype=choice("precision", precision, Precision, CaptureError).dtype,
         )
 
 
@@ -310,15 +308,6 @@ def _check(model: nn.Module, loss: object, targets: Sequence[Any]) -> None:
             "capture cannot run under torch.autocast(), because steps run outside it: leave it and "
             'give precision="bf16", or enter it in the forward of the model, which is captured'
         )
-
-
-def _chosen(argument: str, kind: type[_Choice], name: str) -> _Choice:
-    """The member of ``kind`` that ``argument=name`` selects."""
-    try:
-        return kind(name)
-    except ValueError:
-        names = ", ".join(one.value for one in kind)
-        raise CaptureError(f"{argument}={name!r} is unknown; choose one of {names}") from None
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from piper.base.arguments import Where
+from piper.base.arguments import Where, choice
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.base.units import class_text, seconds_of
@@ -64,19 +64,17 @@ def launch(
         return Trainer(group, programs)
 
 
-_LAUNCHERS: dict[str, tuple[Callable[[Any], WorkerGroup], type[Options]]] = {
-    Where.VIRTUAL.value: (VirtualWorkerGroup, Options),
-    Where.PROCESSES.value: (ProcessWorkerGroup, WorkerOptions),
-    Where.TORCHRUN.value: (TorchrunWorkerGroup, TorchrunOptions),
+_LAUNCHERS: dict[Where, tuple[Callable[[Any], WorkerGroup], type[Options]]] = {
+    Where.VIRTUAL: (VirtualWorkerGroup, Options),
+    Where.PROCESSES: (ProcessWorkerGroup, WorkerOptions),
+    Where.TORCHRUN: (TorchrunWorkerGroup, TorchrunOptions),
 }
 _TIMES = ("timeout", "start_timeout")
 """Options that are times, such as 30 or "5min"."""
 
 
 def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
-    if on not in _LAUNCHERS:
-        raise PiperError(f"on={on!r} is unknown: one of {', '.join(_LAUNCHERS)}")
-    launcher, kind = _LAUNCHERS[on]
+    launcher, kind = _LAUNCHERS[choice("on", on, Where)]
     _refuse_unknown(on, options, kind)
     times = {name: seconds_of(name, options[name]) for name in _TIMES if name in options}
     return launcher(kind(**{**options, **times}))

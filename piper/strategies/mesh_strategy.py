@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
-from piper.base.arguments import named_arguments
+from piper.base.arguments import choice, named_arguments
 from piper.base.errors import DirectiveError
 from piper.base.units import counted
 from piper.ir.mesh import MOST_DEVICES, Mesh
@@ -207,11 +207,7 @@ def _schedule(
 
 def _group(rank: int, pp: int, dp: int, inner: int, layout: str | MeshLayout) -> list[int]:
     """The devices of one pipeline rank: ``dp`` times ``inner`` consecutive devices."""
-    try:
-        kind = MeshLayout(layout)
-    except ValueError:
-        names = ", ".join(kind.value for kind in MeshLayout)
-        raise DirectiveError(f"layout={layout!r} is unknown: one of {names}") from None
+    kind = choice("layout", layout, MeshLayout, DirectiveError)
     if kind is MeshLayout.PIPELINE_INNER:
         firsts = [replica * pp + rank for replica in range(dp)]
     else:

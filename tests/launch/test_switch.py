@@ -385,7 +385,7 @@ def test_what_is_allowed_changes() -> None:
         absolute = trainer.evaluate(x, y).loss
         trainer.switch(made("one", Bent), allow=["model"])
         assert float(trainer.evaluate(x, y).loss) != float(absolute)
-        with pytest.raises(PiperError, match="allow='lr' is unknown; choose from model, loss"):
+        with pytest.raises(PiperError, match="allow='lr' is unknown: one of model, loss"):
             trainer.switch(made("one"), allow=["lr"])
 
 

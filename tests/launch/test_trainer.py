@@ -820,7 +820,7 @@ def test_states_that_are_refused(
         ({"clip_norm": "1"}, "clip_norm='1' must be a positive number"),
         ({"clip_norm": float("nan")}, "clip_norm=nan must be a positive number"),
         ({"clip_norm": True}, "clip_norm=True must be a positive number"),
-        ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of fp32, bf16"),
+        ({"precision": "fp8"}, "precision='fp8' is unknown: one of fp32, bf16"),
         ({"compiler": "gcc"}, "gcc"),
         ({"device": "nowhere"}, "nowhere"),
         ({"remat": "some"}, "remat='some' is unknown"),

@@ -471,7 +471,7 @@ def test_a_cost_model_sees_the_work_of_head_and_tail() -> None:
 
 
 def test_mistakes_are_refused() -> None:
-    with pytest.raises(DirectiveError, match="attention='ring' is unknown: all_to_all or all_gath"):
+    with pytest.raises(DirectiveError, match="attention='ring' is unknown: one of all_to_all"):
         compiled(dense(layers=1), context(attention="ring"), lm_loss, batches())
     alone = [split(parts=1), place({}, devices=[0], attention="all_gather")]
     with pytest.raises(DirectiveError, match="is for a sequence that is sharded: name its axis"):

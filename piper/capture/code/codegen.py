@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from piper.base.arguments import CompilerName
+from piper.base.arguments import CompilerName, choice
 from piper.base.errors import CaptureError
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.code.gpu_index import make_fakes, move_values, name_gpu
@@ -190,13 +190,8 @@ class _Donation:
 
 def compiler_named(name: str) -> Compiler:
     """The compiler that ``compiler=name`` selects."""
-    known: dict[str, type[Compiler]] = {
-        CompilerName.EAGER.value: Eager,
-        CompilerName.INDUCTOR.value: Inductor,
-    }
-    if name not in known:
-        raise CaptureError(f"compiler={name!r} is unknown; choose one of {', '.join(known)}")
-    return known[name]()
+    kind = choice("compiler", name, CompilerName, CaptureError)
+    return Inductor() if kind is CompilerName.INDUCTOR else Eager()
 
 
 class Runners:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 
+from piper.base.arguments import choice
 from piper.base.errors import PiperError, warn
 from piper.base.units import class_text
 from piper.capture.trace.computation import LOSS_PLACE
@@ -41,12 +42,8 @@ class Change(Enum):
 
 def changes_named(names: Sequence[str]) -> frozenset[Change]:
     """The changes named in ``allow=names``."""
-    known = [change.value for change in Change]
-    given = [names] if isinstance(names, str) else list(names)
-    for name in given:
-        if name not in known:
-            raise PiperError(f"allow={name!r} is unknown; choose from {', '.join(known)}")
-    return frozenset(map(Change, given))
+    given = [names] if isinstance(names, str) else names
+    return frozenset(choice("allow", name, Change) for name in given)
 
 
 def switch(group: WorkerGroup, old: Program, new: Program, allow: frozenset[Change]) -> None:

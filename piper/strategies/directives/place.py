@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from msgspec import structs
 
-from piper.base.arguments import named_arguments
+from piper.base.arguments import choice, named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, name_of
 from piper.ir.dag.filters import Filter, FilterLike, select
@@ -121,9 +121,7 @@ class Place(Directive):
 
     def _check_sequence(self) -> None:
         check_axis("sequence", self.sequence)
-        kinds = [kind.value for kind in ContextAttention]
-        if self.attention not in kinds:
-            raise DirectiveError(f"attention={self.attention!r} is unknown: {' or '.join(kinds)}")
+        choice("attention", self.attention, ContextAttention, DirectiveError)
         if self.sequence is None:
             if self.attention != ContextAttention.ALL_TO_ALL.value:
                 raise DirectiveError(

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from msgspec import structs
 
-from piper.base.arguments import named_arguments
+from piper.base.arguments import choice, named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.filters import Filter, FilterLike
@@ -31,9 +31,7 @@ class Remat(Directive):
         return tuple(policy for policy in RematPolicy if policy.value == self.policy)
 
     def check(self) -> None:
-        known = [policy.value for policy in RematPolicy]
-        if self.policy not in known:
-            raise DirectiveError(f"policy={self.policy!r} is unknown: one of {', '.join(known)}")
+        choice("policy", self.policy, RematPolicy, DirectiveError)
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         policy = RematPolicy(self.policy)
