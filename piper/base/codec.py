@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from piper.base.errors import PiperError
-from piper.base.reading import DTYPES, MalformedError, shown
+from piper.base.reading import DTYPES, MalformedError, shown, torch_name
 from piper.base.units import class_text
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -78,7 +78,7 @@ def decode(kind: Any, data: Any) -> Any:
 
 def _written(item: Any) -> Any:
     if isinstance(item, torch.dtype):
-        return str(item).removeprefix("torch.")
+        return torch_name(item)
     if isinstance(item, Mapping):
         return dict(item)
     raise TypeError(f"{class_text(item)} cannot be written to a file")

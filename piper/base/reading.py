@@ -30,6 +30,11 @@ _FILE_BYTES = 2**30
 """Largest file to read, in bytes, unless it holds tensors."""
 
 
+def torch_name(item: object) -> str:
+    """The name of a dtype, layout or memory format in files and messages, without ``torch.``."""
+    return str(item).removeprefix("torch.")
+
+
 class MalformedError(PiperError):
     """Data of the wrong form, and where it is."""
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from piper.base.errors import CaptureError, PiperError
+from piper.base.reading import torch_name
 from piper.base.units import class_text
 from piper.ir.tensors import TensorSpec
 
@@ -241,7 +242,7 @@ class Batch:
 def _refuse_kind(x: Tensor, path: str) -> None:
     """Refuse a tensor that is not dense, or that requires grad."""
     if x.layout != torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        kind = "nested" if x.is_nested else torch_name(x.layout)
         cure = "to_padded_tensor(0.0)" if x.is_nested else "to_dense()"
         raise CaptureError(
             f"{path} is a tensor of layout {kind}, and only dense ones can be sent and cut into "

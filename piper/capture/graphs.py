@@ -26,6 +26,11 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags and _draws(node)
 
 
+def mutates(node: fx.Node) -> bool:
+    """Whether the op changes one of its arguments."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
 def _draws(node: fx.Node) -> bool:
     """Attention is tagged as random, but draws only with dropout; its backward takes the seed and
     draws nothing."""

@@ -46,7 +46,7 @@ import torch
 
 from piper.base.codec import decode
 from piper.base.errors import PiperError
-from piper.base.reading import DTYPES, MalformedError, file_bytes, parsed_toml, shown
+from piper.base.reading import DTYPES, MalformedError, file_bytes, parsed_toml, shown, torch_name
 from piper.cost import presets
 from piper.cost.hardware import Device, Link, Machine, Sharing
 
@@ -180,7 +180,7 @@ def _kinds(names: list[str]) -> dict[str, object]:
 
 
 def _written(device: Device) -> dict[str, object]:
-    flops = {str(dtype).removeprefix("torch."): n for dtype, n in device.flops.items()}
+    flops = {torch_name(dtype): n for dtype, n in device.flops.items()}
     data = asdict(device) | {"flops": flops}
     return {key: item for key, item in data.items() if key != "name" and item is not None}
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,6 +23,7 @@ from piper.capture.blame import explain
 from piper.capture.chunk.chunks import Body, Chunk, Cut
 from piper.capture.chunk.joint import Joint
 from piper.capture.code.codegen import Compiler
+from piper.capture.graphs import mutates
 from piper.capture.intercept.autograd_functions import functions_of, state_of, warn_of_changes
 from piper.ir.passes import Kind, Ref
 
@@ -191,7 +191,7 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
         )
         _erase_detach(module.graph)
         _conjugate_numbers(module.graph)
-        if any(_mutates(node) for node in module.graph.nodes):
+        if any(mutates(node) for node in module.graph.nodes):
             module = _functionalize(module)
     refs = [
         *(Ref(Kind.PARAMETER, i) for i in range(body.parameters)),
@@ -322,10 +322,6 @@ def _conjugate_numbers(graph: fx.Graph) -> None:
 
 def _is_complex(x: object) -> bool:
     return isinstance(x, complex)
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _functionalize(module: fx.GraphModule) -> fx.GraphModule:

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from piper.base.codec import ArrayRecord, Count, decode, encode, picked
 from piper.base.errors import PiperError
-from piper.base.reading import MalformedError, shown, within, wrong
+from piper.base.reading import MalformedError, shown, torch_name, within, wrong
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.graphs import is_random, module_of
 from piper.capture.operators.registry import check_arguments, operator_named
@@ -221,17 +221,13 @@ def _encode(item: Any, numbers: dict[fx.Node, int]) -> Json:
         case None | bool() | int() | float() | str():
             return item
         case torch.dtype() | torch.memory_format() | torch.layout():
-            return {"torch": _torch_name(item)}
+            return {"torch": torch_name(item)}
         case torch.device():
             return {"device": item.type}
         case complex():
             return {"complex": [item.real, item.imag]}
         case _:
             raise PiperError(f"the argument {item!r} of an operation cannot be saved")
-
-
-def _torch_name(item: Any) -> str:
-    return str(item).removeprefix("torch.")
 
 
 def _decode(item: Json, nodes: list[fx.Node], depth: int = 0) -> Any:

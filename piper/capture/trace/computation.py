@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from piper.capture.graphs import ancestors
+from piper.capture.graphs import ancestors, mutates
 from piper.capture.repeats.expansion import Expanded
 from piper.capture.trace.fingerprint import content_of, graphs_of
 
@@ -119,12 +118,8 @@ def _needed(graph: fx.Graph, outputs: slice) -> set[fx.Node]:
     results = list(pytree.tree_leaves(graph.output_node().args[0]))
     del results[outputs]
     roots = [x for x in results if isinstance(x, fx.Node)]
-    roots += [x for x in graph.nodes if _changes_something(x)]
+    roots += [x for x in graph.nodes if mutates(x)]
     return ancestors(roots, ())
-
-
-def _changes_something(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _line(node: fx.Node, numbers: Mapping[fx.Node, int], ends: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from piper.base.errors import CaptureError
+from piper.base.reading import torch_name
 from piper.capture.blame import user_frames
 from piper.capture.graphs import ancestors, is_random
 from piper.ir.tensors import TensorSpec
@@ -110,15 +111,12 @@ def _raise(
                 operation = node.target._schema.name.partition("::")[2]
                 given = ", ".join(str(TensorSpec.of(x.meta["val"])) for x in tensors)
                 frames = user_frames(node.meta.get("stack_trace") or "")
+                own = torch_name(end.meta["val"].dtype)
                 raise CaptureError(
-                    f"{name} is {_named(end.meta['val'].dtype)}, and torch's {operation} cannot "
+                    f"{name} is {own}, and torch's {operation} cannot "
                     f"take {given} ({str(error).splitlines()[0]}){frames and chr(10)}{frames}\n"
-                    f"give it as {_named(dtype)}: {name}.to({dtype})"
+                    f"give it as {torch_name(dtype)}: {name}.to({dtype})"
                 )
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _origins(

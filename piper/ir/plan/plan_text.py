@@ -27,7 +27,7 @@ from itertools import chain, groupby
 import torch
 
 from piper.base.errors import PiperError
-from piper.base.reading import DTYPES, cut, shown
+from piper.base.reading import DTYPES, cut, shown, torch_name
 from piper.ir.collectives import COLLECTIVES, ENDS, Placement, Sharded
 from piper.ir.dag.values import Content
 from piper.ir.grouped import grouped
@@ -74,7 +74,7 @@ def _slot(slot: Slot) -> str:
     lies_in = f", in {_numbers(slot.lies_in)}" if slot.lies_in else ""
     names = ""
     pairs = zip(slot.dtypes, slot.names, strict=True)
-    for dtype, row in groupby(pairs, key=lambda pair: str(pair[0]).removeprefix("torch.")):
+    for dtype, row in groupby(pairs, key=lambda pair: torch_name(pair[0])):
         names += f", {dtype} {' '.join(_quoted(name, _WORD) for _, name in row)}"
     return f"{slot.holder.value} {slot.nbytes} bytes{own}{bucket}{lies_in}{names}"
 

@@ -90,7 +90,7 @@ class Report:
     def at_clock(self, ahead: float) -> Report:
         """The same with times on a reference clock; this machine's clock is ``ahead`` seconds ahead
         of it."""
-        measured, kernels = _earlier(self.measured, ahead), _earlier(self.kernels, ahead)
+        measured, kernels = earlier(self.measured, ahead), earlier(self.kernels, ahead)
         return replace(self, measured=measured, kernels=kernels)
 
     @staticmethod
@@ -113,9 +113,8 @@ class Report:
 _Timed = TypeVar("_Timed", Measured, Kernel)
 
 
-def _earlier(
-    rows: Mapping[int, tuple[_Timed, ...]], seconds: float
-) -> dict[int, tuple[_Timed, ...]]:
+def earlier(rows: Mapping[int, Sequence[_Timed]], seconds: float) -> dict[int, tuple[_Timed, ...]]:
+    """The timings of each device, ``seconds`` earlier."""
     return {
         device: tuple(x._replace(start=x.start - seconds, end=x.end - seconds) for x in row)
         for device, row in rows.items()

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import record_function
 
 from piper.ir.grouped import grouped
-from piper.launch.device.report import ProfileKind, Report
+from piper.launch.device.report import ProfileKind, Report, earlier
 from piper.runtime.streams.kernels import kernels_of
 from piper.runtime.streams.recording import range_name
 
@@ -38,6 +38,6 @@ def profiled(run: Callable[[], Report], what: ProfileKind, where: torch.device) 
         report = run()
     marks = {mark.pc: mark.start for mark in profile.ranges if mark.device == _NOBODY}
     ahead = statistics.median(marks[i] - moment for i, moment in enumerate(moments))
-    moved = (x._replace(start=x.start - ahead, end=x.end - ahead) for x in profile.kernels)
-    rows = grouped((kernel.device, kernel) for kernel in moved if kernel.device != _NOBODY)
-    return replace(report, kernels={device: tuple(row) for device, row in rows.items()})
+    rows = grouped((kernel.device, kernel) for kernel in profile.kernels)
+    rows.pop(_NOBODY, None)
+    return replace(report, kernels=earlier(rows, ahead))

@@ -16,6 +16,7 @@ from torch import Tensor
 from piper.base.atomic import Staged, stage
 from piper.base.errors import PiperError
 from piper.base.paths import path_of
+from piper.base.reading import torch_name
 from piper.ir.dag.facts import LOSS_PREFIX
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.report import Refusal
@@ -133,7 +134,7 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
     config.architectures = [type(model).__name__]
     kept = dtype or getattr(model, "dtype", None)
     if kept is not None:
-        config.dtype = str(kept).removeprefix("torch.")
+        config.dtype = torch_name(kept)
     config.save_pretrained(folder)
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "save_pretrained"):

@@ -17,7 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from piper.base.reading import DTYPES, MalformedError, check_limits, rows, shown, within, wrong
+from piper.base.reading import (
+    DTYPES,
+    MalformedError,
+    check_limits,
+    rows,
+    shown,
+    torch_name,
+    within,
+    wrong,
+)
 from piper.base.units import class_text
 
 _DEPTH = 24
@@ -29,16 +38,12 @@ Store = Callable[[Tensor], str]
 Find = Callable[[str], Tensor]
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _pairs(table: dict[Any, Any]) -> list[list[Any]]:
     return [[key, value] for key, value in table.items()]
 
 
 def _tensor_parts(item: Tensor) -> list[Any]:
-    return [_dtype_name(item.dtype), list(item.shape), item.flatten().tolist()]
+    return [torch_name(item.dtype), list(item.shape), item.flatten().tolist()]
 
 
 def _tensor_of(parts: Any) -> Tensor:
@@ -52,7 +57,7 @@ _KINDS: Mapping[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "!float": (float, lambda x: repr(float(x)), float),  # those that JSON lacks
     "!bytes": (bytes, bytes.hex, bytes.fromhex),
     "!complex": (complex, lambda x: [x.real, x.imag], lambda x: complex(*x)),
-    "!dtype": (torch.dtype, _dtype_name, DTYPES.__getitem__),
+    "!dtype": (torch.dtype, torch_name, DTYPES.__getitem__),
     "!tensor": (Tensor, _tensor_parts, _tensor_of),
     "!tuple": (tuple, list, tuple),
     "!set": ((set, frozenset), lambda x: sorted(x, key=repr), set),

@@ -17,21 +17,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from piper.state.optimizer.ema import Averaging
 
-_ELEMENTWISE = frozenset(
-    (
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.ASGD,
-    )
-)
+_ELEMENTWISE = frozenset((
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad,
+    optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
+))  # fmt: skip
 _WHOLE_TENSORS = frozenset((optim.Adafactor, optim.Muon))
 KNOWN: frozenset[type[torch.optim.Optimizer]] = _ELEMENTWISE | _WHOLE_TENSORS
 

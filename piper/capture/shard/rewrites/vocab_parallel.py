@@ -135,10 +135,7 @@ def _classes(loss: _Loss, share: Share) -> fx.Node:
     picked = share.call(aten.masked_fill.Scalar, picked, outside, 0.0)
     total = share.moved(exponentials, Partial(), REPLICATED, sharded=False)
     own = share.moved(picked, Partial(), REPLICATED, sharded=False)
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return share.call(target, *args, sharded=False)
-
+    call = partial(share.call, sharded=False)
     losses = call(aten.sub.Tensor, call(aten.log.default, total), own)
     ignored = call(aten.eq.Scalar, target, loss.ignored)
     losses = call(aten.masked_fill.Scalar, losses, ignored, 0.0)
@@ -168,10 +165,7 @@ def _rows(loss: _Loss, share: Share) -> fx.Node:
         if loss.reduction == _SUM:
             return total
     losses = share.moved(total, Partial(), REPLICATED, sharded=False)
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return share.call(target, *args, sharded=False)
-
+    call = partial(share.call, sharded=False)
     if loss.reduction == _MEAN:
         ignored = share.call(aten.eq.Scalar, target, loss.ignored)
         count = _count(ignored, total, share.call)
