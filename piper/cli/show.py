@@ -97,19 +97,19 @@ def cache(
     output = Output(as_json)
     with output.guarded():
         entries, now = Entries.of_user(), time.time()
-        found = [] if entries is None else [e for e in entries if now - e.used >= days * 86400]
+        unused = [] if entries is None else [e for e in entries if now - e.used >= days * 86400]
         rows, table = [], Table("program", "compiled", "last used", "size")
-        for entry in found:
+        for entry in unused:
             about, age = entry.about, now - entry.used
             what = ("cannot be read", "") if about is None else (about.what, about.compiled)
             table.add_row(*what, f"{waiting_text(age)} ago", bytes_text(entry.nbytes))
             rows.append({"program": what[0], "bytes": entry.nbytes, "seconds_unused": age})
             if clear:
                 entry.remove()
-        removed = clear and bool(found)
+        removed = clear and bool(unused)
         where = "the cache is off" if entries is None else f"{entries.folder}: "
         if entries is not None:
-            total = bytes_text(sum(entry.nbytes for entry in found))
-            where += f"{counted(len(found), 'program')}, {total}{' removed' * removed}"
-        output.say(*([table] if found else []), where)
+            total = bytes_text(sum(entry.nbytes for entry in unused))
+            where += f"{counted(len(unused), 'program')}, {total}{' removed' * removed}"
+        output.say(*([table] if unused else []), where)
         output.give({"entries": rows, "removed": removed})

@@ -74,8 +74,8 @@ class PlainTraining:
         """Train on one batch."""
         leaves = [x.to(self._device) if isinstance(x, Tensor) else x for x in batch.leaves]
         args, kwargs, targets = batch.spec.unflatten(leaves)
-        found: Any = self._loss(self._given.model(*args, **kwargs), *targets)
-        loss: Tensor = found[0] / found[1] if isinstance(found, tuple) else found
+        returned: Any = self._loss(self._given.model(*args, **kwargs), *targets)
+        loss: Tensor = returned[0] / returned[1] if isinstance(returned, tuple) else returned
         loss.backward()
         gradients = [p for _, p in self._trained if p.grad is not None]
         clip = self._given.clip_norm

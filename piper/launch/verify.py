@@ -82,16 +82,16 @@ class Verification:
         }
 
     def __str__(self) -> str:
-        found = f"largest difference {self.largest:.0e} ({self.where})"
+        difference = f"largest difference {self.largest:.0e} ({self.where})"
         precision = "fp64" if self.dtype is torch.float64 else "the model's own precision"
         how = (
             f"{counted(self.steps, 'step')} on {counted(self.devices, 'device')} beside plain "
             f"PyTorch on one, in {precision}, without dropout"
         )
         if self.equal:
-            return f"equal up to reduction order: {found}\n{how}"
+            return f"equal up to reduction order: {difference}\n{how}"
         parted = f"; they part first in {self.parted}" if self.parted else ""
-        return f"not equal: {found}{parted}\n{how}"
+        return f"not equal: {difference}{parted}\n{how}"
 
 
 _NORM = "gradient norm"
@@ -139,35 +139,35 @@ class _Run:
     def verified(self) -> Verification:
         differences, kind = self._differences()
         precise = EXACT if kind is torch.float64 else MIXED
-        found = Verification(
+        verification = Verification(
             differences,
             tolerance=precise if self.dtype is torch.float64 else OWN,
             dtype=self.dtype,
             steps=len(self.batches),
             devices=len(self.program.devices),
         )
-        if found.equal:
-            return found
+        if verification.equal:
+            return verification
         with suppress(PiperError):  # a model that cannot report more is not located
-            found = replace(found, parted=self._parted(found.tolerance))
-        return found
+            verification = replace(verification, parted=self._parted(verification.tolerance))
+        return verification
 
     def _differences(self) -> tuple[dict[str, float], torch.dtype]:
         """Differences by name, and the dtype of the loss."""
         mine, theirs = copied(self.given, self.dtype), copied(self.given, self.dtype)
-        found: dict[str, float] = {}
+        differences: dict[str, float] = {}
         with self._launched(mine) as trainer:
             if self.given.init is not None:
                 theirs.model.load_state_dict(trainer.state_dict(), strict=False)
             plain = PlainTraining(theirs, self.program.device)
             for step, batch in enumerate(self.batches):
                 result, expected = self._stepped(trainer, plain, batch)
-                found[f"loss of step {step}"] = _difference(result.loss, expected.loss)
+                differences[f"loss of step {step}"] = _difference(result.loss, expected.loss)
                 if result.grad_norm is not None:
                     norm = _difference(result.grad_norm, expected.norm)
-                    found[f"{_NORM} of step {step}"] = norm
-            found |= _by_name(trainer.state_dict(), plain.state)
-        return found, expected.loss.dtype
+                    differences[f"{_NORM} of step {step}"] = norm
+            differences |= _by_name(trainer.state_dict(), plain.state)
+        return differences, expected.loss.dtype
 
     def _parted(self, tolerance: float) -> str:
         """The first module and pass in which one step differs. Blocks report the mean square of
@@ -217,27 +217,27 @@ class _Run:
         return trainer.step(*here.given), plain.step(here)
 
 
-def _by_name(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def _by_name(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """The difference of each tensor. Elements that are tiny beside the largest of all are rounding
     errors: a gradient that is zero but for them is not compared with itself."""
     most = max(map(_largest, expected.values()), default=0.0)
     differences: dict[str, float] = {}
     for name, x in expected.items():
-        if name not in found:
+        if name not in actual:
             differences[name] = float("inf")
         elif x.is_floating_point() or x.is_complex():
             least = most * 100 * torch.finfo(x.dtype).eps ** 0.5
-            differences[name] = _difference(found[name], x, least)
+            differences[name] = _difference(actual[name], x, least)
         else:
-            differences[name] = float(not torch.equal(found[name], x.to(found[name].device)))
+            differences[name] = float(not torch.equal(actual[name], x.to(actual[name].device)))
     return differences
 
 
-def _difference(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+def _difference(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
     """The largest difference as a fraction of the largest element, or of ``least``."""
     size = max(_largest(expected), least)
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    apart = _largest(found.to(expected.device, wide) - expected.to(wide))
+    apart = _largest(actual.to(expected.device, wide) - expected.to(wide))
     return apart / size if size else apart
 
 

@@ -177,10 +177,10 @@ class EvaluationSums:
         }
 
 
-def _weighted(found: Sequence[Mapping[int, Tensor]], weights: Sequence[float]) -> dict[int, Tensor]:
+def _weighted(parts: Sequence[Mapping[int, Tensor]], weights: Sequence[float]) -> dict[int, Tensor]:
     """The weighted sums, in fp64, of the tensors that are in all mappings."""
-    keys = [key for key in found[0] if all(key in x for x in found)]
+    keys = [key for key in parts[0] if all(key in x for x in parts)]
     return {
-        key: torch.stack([x[key].double() * w for x, w in zip(found, weights, strict=True)]).sum(0)
+        key: torch.stack([x[key].double() * w for x, w in zip(parts, weights, strict=True)]).sum(0)
         for key in keys
     }
