@@ -20,6 +20,11 @@ class EqualNumbers(Generic[Numberable]):
         self._by_identity: dict[int, tuple[Numberable, int]] = {}
         self._by_value: dict[Numberable, int] = {}
 
+    @property
+    def values(self) -> list[Numberable]:
+        """The distinct values, by number."""
+        return [*self._by_value]
+
     def of(self, value: Numberable) -> int:
         known = self._by_identity.get(id(value))
         if known is None:

@@ -7,6 +7,7 @@ Reads two JSON formats: its own (``to_json``), and that of uw-syfi/piper, with t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from piper.strategies.directives import (
     split,
     stream,
 )
+from piper.strategies.directives.order import Order, apply_orders
 from piper.strategies.join_last import join_last
 
 
@@ -79,9 +81,13 @@ class Strategy:
         first = len(dag.history) - len(self.directives)
         mine = [(i, d) for i, d in enumerate(self.directives, first) if d.orders is orders]
         after = dag
-        for me, directive in mine:
-            after = directive.rewritten(after, me)
         try:
+            for ordering, row in itertools.groupby(mine, lambda entry: isinstance(entry[1], Order)):
+                if ordering:
+                    after = apply_orders(after, [(i, d) for i, d in row if isinstance(d, Order)])
+                else:
+                    for me, directive in row:
+                        after = directive.rewritten(after, me)
             verify(after)
         except DirectiveError:
             for me, directive in mine:  # again, to name the failing directive

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,12 +23,14 @@ from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, Node, name_of
 from piper.ir.dag.filters import Filter, FilterLike, TagIndex, select
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Group
 from piper.ir.passes import Pass
 from piper.strategies.directives.crossing import natural, refuse_crossing
 from piper.strategies.directives.directive import Directive, plain_filter
 
-OrderedOn = Group | int
+_Entries = Sequence[tuple[int, list[list[Filter]]]]
+"""Of each directive, its entry in the history and the filters of its groups."""
 _HALVES = (Pass.BI, Pass.BW)
 
 
@@ -44,49 +46,12 @@ class Order(Directive):
             raise DirectiveError("an order is a list of groups, each with at least one filter")
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
-        filters = [[Filter.of(where) for where in group] for group in self.groups]
-        dag = _divide(dag, [f for group in filters for f in group], me)
-        finder = _Finder(dag, [f for group in filters for f in group])
-        after: defaultdict[int, set[int]] = defaultdict(set)
-        last: dict[OrderedOn, list[int]] = {}
-        seen: dict[int, Filter] = {}
-        ordered: list[list[int]] = []
-        for group in filters:
-            ordered.append([])
-            ends: defaultdict[OrderedOn, list[int]] = defaultdict(list)
-            for where in group:
-                for devices, row in finder.rows(where).items():
-                    for number in row:
-                        if number in seen:
-                            raise DirectiveError(
-                                f"{name_of(dag, number)} is ordered twice: by {seen[number]} and "
-                                f"again by {where}"
-                            )
-                        seen[number] = where
-                    ordered[-1] += row
-                    for before, number in itertools.pairwise(row):
-                        if not finder.feeds(before, number):
-                            after[number].add(before)
-                    for resource in finder.resources(devices):
-                        after[row[0]].update(last.get(resource, ()))
-                        ends[resource].append(row[-1])
-            last.update(ends)
-        refuse_crossing(dag, ordered)
-        changed = {}
-        for number in seen:
-            node = dag.nodes[number]
-            if not after[number]:
-                changed[number] = structs.replace(node, ordered_by=me)
-                continue
-            befores, by = tuple(sorted(after[number])), (me,) * len(after[number])
-            if node.after:
-                old = dict(zip(node.after, node.after_by, strict=True))
-                edges = sorted({**dict.fromkeys(befores, me), **old}.items())
-                befores, by = zip(*edges, strict=True)
-            changed[number] = structs.replace(
-                node, after=befores, after_by=by, made_by=node.changed_by(me), ordered_by=me
-            )
-        return dag.with_nodes(changed)
+        return apply_orders(dag, [(me, self)])
+
+    @property
+    def filters(self) -> list[list[Filter]]:
+        """The filters of each group."""
+        return [[Filter.of(where) for where in group] for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
         return {"op": self.name, "filters": [[dict(f) for f in group] for group in self.groups]}
@@ -95,32 +60,87 @@ class Order(Directive):
         return f"order({', '.join(str([dict(f) for f in group]) for group in self.groups)})"
 
 
+def apply_orders(dag: Dag, orders: Iterable[tuple[int, Order]]) -> Dag:
+    """``dag`` after ``orders``, each given with its entry in the history. One pass over the nodes
+    serves them all: an order usually covers one stage of many."""
+    entries = [(me, order.filters) for me, order in orders]
+    dag = _divide(dag, entries)
+    finder = _Finder(dag, [f for _, groups in entries for group in groups for f in group])
+    changed: dict[int, Node] = {}
+    for me, groups in entries:
+        _add_edges(dag, finder, groups, me, changed)
+    return dag.with_nodes(changed)
+
+
+def _add_edges(
+    dag: Dag, finder: _Finder, groups: list[list[Filter]], me: int, changed: dict[int, Node]
+) -> None:
+    """Put the nodes with the order edges of one directive into ``changed``."""
+    after: defaultdict[int, set[int]] = defaultdict(set)
+    last: dict[int, list[int]] = {}
+    seen: dict[int, Filter] = {}
+    ordered: list[list[int]] = []
+    for group in groups:
+        ordered.append([])
+        ends: defaultdict[int, list[int]] = defaultdict(list)
+        for where in group:
+            for place, row in finder.rows(where).items():
+                for number in row:
+                    if number in seen:
+                        raise DirectiveError(
+                            f"{name_of(dag, number)} is ordered twice: by {seen[number]} and "
+                            f"again by {where}"
+                        )
+                    seen[number] = where
+                ordered[-1] += row
+                for before, number in itertools.pairwise(row):
+                    if not finder.feeds(before, number):
+                        after[number].add(before)
+                for resource in finder.resources[place]:
+                    after[row[0]].update(last.get(resource, ()))
+                    ends[resource].append(row[-1])
+        last.update(ends)
+    refuse_crossing(dag, ordered)
+    for number in seen:
+        node = changed.get(number, dag.nodes[number])
+        if not after[number]:
+            changed[number] = structs.replace(node, ordered_by=me)
+            continue
+        befores, by = tuple(sorted(after[number])), (me,) * len(after[number])
+        if node.after:
+            old = dict(zip(node.after, node.after_by, strict=True))
+            edges = sorted({**dict.fromkeys(befores, me), **old}.items())
+            befores, by = zip(*edges, strict=True)
+        changed[number] = structs.replace(
+            node, after=befores, after_by=by, made_by=node.changed_by(me), ordered_by=me
+        )
+
+
 class _Finder:
     """Finds the ordered nodes and the devices that they run on."""
 
     def __init__(self, dag: Dag, filters: Sequence[Filter]) -> None:
         self._dag = dag
         self._index = _index(dag, filters)
-        groups = set({id(node.devices): node.devices for node in dag.nodes}.values())
-        count = Counter(device for group in groups for device in group)
-        self._apart = {group for group in groups if all(count[d] == 1 for d in group)}
+        numbers: EqualNumbers[Group] = EqualNumbers()
+        self._places = [numbers.of(node.devices) for node in dag.nodes]
+        count = Counter(device for group in numbers.values for device in group)
+        self.resources = [
+            (-1 - place,) if all(count[d] == 1 for d in group) else group
+            for place, group in enumerate(numbers.values)
+        ]
+        """For each group of devices, the keys that track the order on it: the group as a whole, or
+        each device if another group shares some of them."""
 
-    def resources(self, devices: Group) -> tuple[OrderedOn, ...]:
-        """The keys that track the order on ``devices``: the group as a whole, or each device if
-        another group shares some of them."""
-        return (devices,) if devices in self._apart else devices
-
-    def rows(self, where: Filter) -> Mapping[Group, list[int]]:
+    def rows(self, where: Filter) -> Mapping[int, list[int]]:
         """The matched nodes of each group of devices, in data flow order."""
-        numbers = self._matching(where)
-        rows: defaultdict[Group, list[int]] = defaultdict(list)
-        for number in numbers:
-            node = self._dag.nodes[number]
-            if not node.devices:
+        rows: defaultdict[int, list[int]] = defaultdict(list)
+        for number in self._matching(where):
+            if not self._dag.nodes[number].devices:
                 raise DirectiveError(
                     f"{name_of(self._dag, number)} is not placed yet: place it before ordering it"
                 )
-            rows[node.devices].append(number)
+            rows[self._places[number]].append(number)
         for row in rows.values():
             row.sort(key=lambda number: natural(self._dag.nodes[number]))
         return rows
@@ -142,12 +162,12 @@ class _Finder:
 
 def _index(dag: Dag, filters: Sequence[Filter]) -> TagIndex:
     """An index of the nodes that some of ``filters`` may match, preselected by one tag that all
-    filters use: an order usually covers one stage."""
+    filters use: a single order may cover one stage of many."""
     asked = [{t.name: t.values for t in where.terms if t.values is not None} for where in filters]
     common = [n for n in asked[0] if n != PASS and all(n in terms for terms in asked)]
     if not common:
         return TagIndex(dag, range(len(dag.nodes)))
-    values = {name: frozenset().union(*(terms[name] for terms in asked)) for name in common}
+    values = {name: frozenset().union(*[terms[name] for terms in asked]) for name in common}
     name = min(common, key=lambda name: len(values[name]))
     wanted = values[name]
     return TagIndex(dag, [i for i, node in enumerate(dag.nodes) if node.tags.get(name) in wanted])
@@ -158,22 +178,37 @@ def _wants_halves(where: Filter) -> bool:
     return bool(passes) and bool((passes[0] or frozenset()).intersection(_HALVES))
 
 
-def _divide(dag: Dag, filters: Sequence[Filter], me: int) -> Dag:
-    """``dag`` with the backwards that filters on BI or BW match split into BI and BW."""
-    halves = [where.without(PASS) for where in filters if _wants_halves(where)]
-    if not halves:
+def _accepts_whole(where: Filter) -> bool:
+    """Whether the filter matches whole backwards, too."""
+    return all(term.name != PASS or term.accepts(Pass.B) for term in where.terms)
+
+
+def _divide(dag: Dag, entries: _Entries) -> Dag:
+    """``dag`` with the backwards that filters on BI or BW match split into BI and BW, each by the
+    first directive that asks for it."""
+    filters = [[f for group in groups for f in group] for _, groups in entries]
+    halves = [[where.without(PASS) for where in row if _wants_halves(where)] for row in filters]
+    if not any(halves):
         return dag
-    index = _index(dag, filters)
-    matched = {number for where in halves for number in index.matching(where)}
-    wanted = {number for number in matched if dag.nodes[number].compute.which is Pass.B}
+    index = _index(dag, [f for row in filters for f in row])
+    whole: set[int] = {i for i, node in enumerate(dag.nodes) if node.ordered_by}
+    wanted: dict[int, int] = {}
+    for (me, _), row, wheres in zip(entries, filters, halves, strict=True):
+        matched = {number for where in wheres for number in index.matching(where)}
+        for number in matched:
+            if number not in wanted and dag.nodes[number].compute.which is Pass.B:
+                wanted[number] = me
+        _refuse_ordered(dag, whole.intersection(wanted))
+        if me != entries[-1][0]:
+            named = (index.matching(where) for where in row if _accepts_whole(where))
+            whole.update(number for row in named for number in row if number not in wanted)
     if not wanted:
         return dag
-    _refuse_ordered(dag, wanted)
     nodes: list[Node] = []
     lengths = [1] * len(dag.nodes)
     done = 0
     for number in sorted(wanted):
-        parts = _halves(dag, dag.nodes[number], me)
+        parts = _halves(dag, dag.nodes[number], wanted[number])
         nodes += (*dag.nodes[done:number], *parts)
         lengths[number], done = len(parts), number + 1
     nodes += dag.nodes[done:]
@@ -184,13 +219,13 @@ def _divide(dag: Dag, filters: Sequence[Filter], me: int) -> Dag:
     return replace(dag, nodes=tuple(nodes))
 
 
-def _refuse_ordered(dag: Dag, wanted: set[int]) -> None:
-    for number in sorted(wanted):
-        if dag.nodes[number].ordered_by:
-            raise DirectiveError(
-                f"{name_of(dag, number)} is already ordered as a whole, so it cannot be split "
-                "into BI and BW: order its halves in the first order that names it"
-            )
+def _refuse_ordered(dag: Dag, numbers: set[int]) -> None:
+    """Refuse to split backwards that are ordered as a whole."""
+    for number in sorted(numbers):
+        raise DirectiveError(
+            f"{name_of(dag, number)} is already ordered as a whole, so it cannot be split "
+            "into BI and BW: order its halves in the first order that names it"
+        )
 
 
 def _passes(dag: Dag, node: Node) -> list[Pass]:
