@@ -302,8 +302,19 @@ def _node(dag: Dag, node: Node) -> str:
 
 
 def _label(dag: Dag, node: Node) -> str:
-    tags = [f"{name}[{tag}]" for name, tag in node.tags.items() if name != PASS]
-    return " ".join([_verb(node.op), *tags, *_segment(dag, node), *_scalar(dag, node)])
+    first, last = words_of(dag, node)
+    return named(first, node.tags, last)
+
+
+def words_of(dag: Dag, node: Node) -> tuple[str, str]:
+    """A node's name before and after its tags."""
+    return _verb(node.op), " ".join([*_segment(dag, node), *_scalar(dag, node)])
+
+
+def named(first: str, tags: Tags, last: str) -> str:
+    """The name of a node with these words and tags."""
+    words = [f"{name}[{tag}]" for name, tag in tags.items() if name != PASS]
+    return " ".join([first, *words, last] if last else [first, *words])
 
 
 def _segment(dag: Dag, node: Node) -> list[str]:

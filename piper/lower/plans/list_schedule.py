@@ -13,11 +13,12 @@ a gather whose result takes memory (ZeRO-3) is issued no earlier than it can sta
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+import math
 from collections.abc import Callable, Sequence
 
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.node_kinds import NodeKinds
 from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Transfer, Update
 from piper.ir.plan.issue_order import IssueOrder
@@ -36,30 +37,44 @@ def resources(classes: RankClasses, node: Node) -> tuple[Resource, ...]:
     return tuple((c, node.stream) for c in classes.touched(node.devices))
 
 
-def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) -> IssueOrder:
+def schedule(
+    dag: Dag, kinds: NodeKinds, classes: RankClasses, duration: Callable[[Node], float]
+) -> IssueOrder:
     """Run ``dag``: the node that can start earliest goes next; ties go to the most urgent."""
-    lengths = [duration(node) for node in dag.nodes]
+    examples = kinds.nodes
+    by_kind = [duration(node) for node in examples]
+    lengths = [by_kind[kind] for kind in kinds.of]
+    late = [_reduces(dag, node) or isinstance(node.op, Update) for node in examples]
+    sends = [isinstance(node.op, Transfer) for node in examples]
     followers, waiting = _edges(dag)
-    urgency = _urgency(dag, followers, waiting, lengths)
-    needs = _needs(dag, classes)
-    in_turn = [_reduces(dag, node) or isinstance(node.op, Update) for node in dag.nodes]
-    free: defaultdict[Resource, float] = defaultdict(float)
+    tails = _tails(followers, waiting, lengths)
+    urgency = [
+        (late[kind], -tail, not sends[kind]) for kind, tail in zip(kinds.of, tails, strict=True)
+    ]
+    needs_of, resource_count = _needs(classes, examples)
+    needs = [needs_of[kind] for kind in kinds.of]
+    counted = [isinstance(node.op, Collective) and node.op.in_turn for node in examples]
+    free = [0.0] * resource_count
     start, end = [0.0] * len(dag.nodes), [0.0] * len(dag.nodes)
-    ready: list[tuple[float, tuple[int, float, float], int]] = []
+    ready: list[tuple[float, tuple[bool, float, float], int]] = []
 
-    def push(number: int, earliest: float) -> None:
-        possible = max(earliest, *[free[r] for r in needs[number]])
-        rank = urgency[number]
-        if in_turn[number]:
-            rank = (*_LATE, earliest)  # first come, first served: it holds its gradients longest
+    def push(number: int, possible: float) -> None:
+        rank: tuple[bool, float, float] = urgency[number]
+        if rank[0]:
+            rank = (*_LATE, possible)  # first come, first served: it holds its gradients longest
+        for resource in needs[number]:
+            if free[resource] > possible:
+                possible = free[resource]
         heapq.heappush(ready, (possible, rank, number))
 
     earliest = [0.0] * len(dag.nodes)
     known = [0.0] * len(dag.nodes)
     """When the inputs of a node are ready, except counts that its own stream delivers just before
     it."""
-    counts = [brought_in_turn(dag, node) for node in dag.nodes]
-    issue = _Issue(dag)
+    counts = {
+        n: brought_in_turn(dag, dag.nodes[n]) for n, kind in enumerate(kinds.of) if counted[kind]
+    }
+    issue = _Issue([_eager(dag, node) for node in examples], kinds.of, resource_count)
     for number, count in enumerate(waiting):
         if count == 0:
             push(number, 0.0)
@@ -67,7 +82,10 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
     left = list(waiting)
     while ready:
         possible, _, number = heapq.heappop(ready)
-        now = max(earliest[number], *[free[r] for r in needs[number]])
+        now = earliest[number]
+        for resource in needs[number]:
+            if free[resource] > now:
+                now = free[resource]
         if now > possible:
             push(number, earliest[number])
             continue
@@ -80,7 +98,7 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
         for following in followers[number]:
             if earliest[following] < now:
                 earliest[following] = now
-            if known[following] < now and counts[following] != number:
+            if known[following] < now and counts.get(following) != number:
                 known[following] = now
             left[following] -= 1
             if left[following] == 0:
@@ -92,13 +110,15 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
 class _Issue:
     """When nodes are issued. At equal times, communications come first."""
 
-    def __init__(self, dag: Dag) -> None:
-        self._eager = [_eager(dag, node) for node in dag.nodes]
-        self._keys = [(0.0, True)] * len(dag.nodes)
-        self._tied = [False] * len(dag.nodes)
+    def __init__(self, eager: Sequence[bool], kinds: Sequence[int], resources: int) -> None:
+        """``eager``: whether a kind of nodes is issued before its streams are free."""
+        self._eager, self._kinds = eager, kinds
+        self._keys = [(0.0, True)] * len(kinds)
+        self._tied = [False] * len(kinds)
         """Whether a predecessor of the node is issued and done at the same moment. Then the node
         must not overtake other nodes of that moment."""
-        self._last: dict[Resource, tuple[float, bool]] = {}
+        self._last: list[tuple[float, bool]] = [(-math.inf, False)] * resources
+        """By stream, of its last node."""
 
     def note(
         self,
@@ -106,15 +126,16 @@ class _Issue:
         start: float,
         end: float,
         ready: float,
-        resources: Sequence[Resource],
+        resources: Sequence[int],
         followers: Sequence[int],
     ) -> None:
         """Record the next node to start in simulated time."""
         key = (start, True)
-        if self._eager[number]:
+        if self._eager[self._kinds[number]]:
             key = (ready, self._tied[number])
             for resource in resources:
-                key = max(key, self._last.get(resource, key))
+                if self._last[resource] > key:
+                    key = self._last[resource]
         for resource in resources:
             self._last[resource] = key
         self._keys[number] = key
@@ -143,7 +164,7 @@ def _eager(dag: Dag, node: Node) -> bool:
             return False
 
 
-_LATE = (1, 0.0)
+_LATE = (True, 0.0)
 _REDUCING = (Move.ALL_REDUCE, Move.REDUCE_SCATTER)
 
 
@@ -154,34 +175,39 @@ def _reduces(dag: Dag, node: Node) -> bool:
     return isinstance(node.op, Collective) and node.op.kind in _REDUCING
 
 
-def _needs(dag: Dag, classes: RankClasses) -> list[tuple[Resource, ...]]:
-    """``resources`` of every node. Nodes with equal streams and endpoints share one tuple."""
-    known: dict[tuple[object, ...], tuple[Resource, ...]] = {}
+def _needs(classes: RankClasses, nodes: Sequence[Node]) -> tuple[list[tuple[int, ...]], int]:
+    """``resources`` of nodes as numbers, and how many there are."""
+    numbers: dict[Resource, int] = {}
+    known: dict[tuple[object, ...], tuple[int, ...]] = {}
     needs = []
-    for node in dag.nodes:
+    for node in nodes:
         key = (node.stream, *map(id, node.endpoints))
         if key not in known:
-            known[key] = resources(classes, node)
+            known[key] = tuple(
+                [numbers.setdefault(r, len(numbers)) for r in resources(classes, node)]
+            )
         needs.append(known[key])
-    return needs
+    return needs, len(numbers)
 
 
 def _edges(dag: Dag) -> tuple[list[list[int]], list[int]]:
+    """The followers of each node, and the number of its predecessors."""
+    producers = dag.producers
     followers: list[list[int]] = [[] for _ in dag.nodes]
-    waiting = [0] * len(dag.nodes)
-    for number in range(len(dag.nodes)):
-        before = set(dag.predecessors(number))
-        waiting[number] = len(before)
+    waiting = []
+    for number, node in enumerate(dag.nodes):
+        before = {producers[v] for v in node.reads if v in producers}
+        before.update(node.after)
+        waiting.append(len(before))
         for b in before:
             followers[b].append(number)
     return followers, waiting
 
 
-def _urgency(
-    dag: Dag, followers: Sequence[list[int]], waiting: Sequence[int], lengths: Sequence[float]
-) -> list[tuple[int, float, float]]:
-    """Smaller is more urgent. Reductions and updates come last; then the longest remaining path
-    comes first; then transfers precede other nodes."""
+def _tails(
+    followers: Sequence[list[int]], waiting: Sequence[int], lengths: Sequence[float]
+) -> list[float]:
+    """The longest remaining path from each node on."""
     left = list(waiting)
     order = [n for n, count in enumerate(left) if count == 0]
     for number in order:
@@ -189,12 +215,8 @@ def _urgency(
             left[following] -= 1
             if left[following] == 0:
                 order.append(following)
-    tail = [0.0] * len(dag.nodes)
+    tails = [0.0] * len(left)
     for number in reversed(order):
-        after = max([tail[f] for f in followers[number]], default=0.0)
-        tail[number] = after + lengths[number]
-    urgency: list[tuple[int, float, float]] = []
-    for number, node in enumerate(dag.nodes):
-        late = int(_reduces(dag, node) or isinstance(node.op, Update))
-        urgency.append((late, -tail[number], 0 if isinstance(node.op, Transfer) else 1))
-    return urgency
+        after = max([tails[f] for f in followers[number]], default=0.0)
+        tails[number] = after + lengths[number]
+    return tails

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
-from piper.ir.dag.dag import Dag, Node, name_of
+from piper.ir.dag.dag import Dag, Node, named
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Role
 from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
 from piper.ir.passes import Kind, Ref
-from piper.ir.plan.instructions import MemoryKind, Slot, Verb
+from piper.ir.plan.instructions import MemoryKind, RowShards, Slot, Verb
 from piper.ir.plan.rank_classes import RankClasses
 from piper.ir.rules import OptimizerCost
 from piper.ir.shards import RANK
@@ -59,21 +59,18 @@ class PlanContext:
         self._names: dict[int, str] = {}
         self._axes: dict[int, tuple[tuple[str, int, int], ...]] = {}
         self._first_extra = dag.first_extra
-        self._made: dict[tuple[Verb, int, int], Slot] = {}
-        """By verb, value of one microbatch and number of parts of its rows."""
+        self._rows: dict[tuple[int, int], RowShards] = {}
         self._slots: dict[tuple[MemoryKind, int, int | None], Slot] = {}
 
-    def slot(self, verb: Verb, node: Node, value: int) -> Slot:
-        """The slot into which the instruction of a node writes ``value``. Not for parameter
-        gradients."""
-        if value >= self._first_extra:
-            return self._slot(verb, value)
-        key = verb, value % self.dag.table.size, node.parts
-        if key not in self._made:
-            self._made[key] = self._slot(verb, value)
-        return self._made[key]
+    def rows(self, node: Node) -> RowShards:
+        """The devices that shard the rows of a node's computation. Equal ones are one object."""
+        key = id(node.devices), node.replicas  # the DAG holds the devices
+        if key not in self._rows:
+            self._rows[key] = RowShards(node.devices, node.replicas)
+        return self._rows[key]
 
-    def _slot(self, verb: Verb, value: int) -> Slot:
+    def slot(self, verb: Verb, value: int) -> Slot:
+        """The slot into which an instruction writes ``value``. Not for parameter gradients."""
         bucket = None
         holder = MemoryKind.COMMUNICATION
         if value >= self._first_extra:
@@ -100,10 +97,12 @@ class PlanContext:
         nodes, producers = self.dag.nodes, self.dag.producers
         return max(nodes[producers[v]].parts for v in self.dag.activations(self.dag.model.loss))
 
-    def name(self, number: int) -> str:
+    def name(self, number: int, words: tuple[str, str]) -> str:
+        """The name of a node whose kind has these ``words``."""
         text = self._names.get(number)
         if text is None:
-            text = self._names[number] = name_of(self.dag, number)
+            first, last = words
+            text = self._names[number] = named(first, self.dag.nodes[number].tags, last)
         return text
 
     def axes(self, chunk: int) -> tuple[tuple[str, int, int], ...]:
@@ -160,7 +159,7 @@ def _sums(dag: Dag) -> dict[int, int]:
     together: dict[object, list[int]] = {}
     apart: set[object] = set()
     for node in dag.nodes:
-        if isinstance(node.op, Compute | Transfer):
+        if isinstance(node.op, Compute | Transfer) or _moves_value(dag, node):
             continue  # a pass adds a gradient that it reads to its own: it is in no list here
         read: defaultdict[object, list[int]] = defaultdict(list)
         for value in node.reads:
@@ -176,6 +175,12 @@ def _sums(dag: Dag) -> dict[int, int]:
         if kind not in apart
         for value in values
     }
+
+
+def _moves_value(dag: Dag, node: Node) -> bool:
+    """Whether a node makes a form of a value of the model."""
+    at = node.writes[0] - dag.first_extra
+    return at < 0 or dag.extra[at].content is Content.VALUE
 
 
 def _kind(dag: Dag, value: int) -> object | None:
