@@ -14,7 +14,7 @@ from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.node_kinds import NodeKinds
 from piper.ir.dag.sizes import Sizes
-from piper.ir.dag.values import PARAMETER_GRADIENTS, Content
+from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Group
 from piper.ir.plan.instructions import Instruction, Returned, RowShards, Slot, Verb
 from piper.ir.plan.issue_order import IssueOrder
@@ -24,12 +24,12 @@ from piper.ir.rules import OptimizerCost
 from piper.lower.communication.sorted_rows import brought_in_turn
 from piper.lower.plans.accumulation import Accumulation
 from piper.lower.plans.plan_context import PlanContext, Touched
-from piper.lower.plans.shares import Share, shares_of
+from piper.lower.plans.shares import NodeShare, shares_of
 from piper.lower.plans.step_inputs import StepInputs
 from piper.lower.plans.temporaries import Temporaries
-from piper.lower.plans.waits import Waits
+from piper.lower.plans.waits import Held, Waits
 
-_Part = tuple[int, Share, Sequence[int], Sequence[int]]
+_Part = tuple[int, NodeShare, Sequence[int], Sequence[int]]
 """A class's share of a node: the node, values read, values made."""
 
 
@@ -48,7 +48,7 @@ def plans_of(
     communications run apart and hold their inputs."""
     shared = PlanContext(dag, sizes, Touched(classes), optimizer, gpu)
     shares = [shares_of(shared, node) for node in kinds.nodes]
-    rows: list[list[tuple[int, Share]]] = [[] for _ in classes.members]
+    rows: list[list[tuple[int, NodeShare]]] = [[] for _ in classes.members]
     for number in order.order:
         for share in shares[kinds.of[number]]:
             for c in share.classes:
@@ -82,17 +82,15 @@ class _Planner:
         self.temporary: dict[tuple[object, ...] | None, tuple[int, int, int, bool]] = {}
         """Of instructions that need the same temporary memory: bytes while it runs, until it ends,
         at its end, and whether it holds its inputs."""
-        self.slots: dict[int, int] = {}
+        self.live: dict[int, Held] = {}
         """By value, or by the number of a buffer (``_buffer``)."""
         self.inputs = StepInputs(shared, members, self._new)
         self.waits = Waits()
         self.out: list[Instruction] = []
-        self.made_at: dict[int, tuple[int, ...]] = {}
-        """By value, the last instruction of each stream that writes it."""
-        self.node_at: dict[int, int] = {}
-        self.left: Counter[int] = Counter()
-        """How many reads of a value remain."""
-        self.read_once: set[int] = set()
+        self.reads: Counter[int] = Counter()
+        """How often each value is read."""
+        self.last_read: dict[int, int] = {}
+        """The last instruction that reads a value."""
         self.returned: dict[int, RowShards] = {}
         """Values returned to the caller at the end of the step, and the devices that shard their
         rows."""
@@ -101,22 +99,24 @@ class _Planner:
         self.computed = 0
         """The program counter of the last computation."""
 
-    def plan(self, row: list[tuple[int, Share]]) -> Plan:
+    def plan(self, row: list[tuple[int, NodeShare]]) -> Plan:
         self.inputs.add(number for number, share in row if share.given)
         parts = [self._part(number, share) for number, share in row]
-        self.left.update(chain.from_iterable([part[2] for part in parts]))
+        self.reads.update(chain.from_iterable([reads for _, _, reads, _ in parts]))
+        for pc, (_, _, reads, _) in enumerate(parts):
+            self.last_read.update(dict.fromkeys(reads, pc))
         for value in self._outputs(row):
-            self.left[value] += 1
+            self.reads[value] += 1
+            self.last_read[value] = len(parts)
             self.returned[value] = self.shared.rows(self.dag.nodes[self.dag.producers[value]])
-        self.read_once = {value for value, reads in self.left.items() if reads == 1}
         for part in parts:
             self._emit(*part)
         returned = tuple(self._return(value, rows) for value, rows in self.returned.items())
-        assert not self.slots, "every value is read, or freed where it is made"
+        assert not self.live, "every value is read, or freed where it is made"
         out, given, kinds = tuple(self.out), tuple(self.inputs.given), tuple(self.kinds)
         return Plan(self.members, out, given, self.inputs.seeds, kinds, returned)
 
-    def _outputs(self, row: list[tuple[int, Share]]) -> list[int]:
+    def _outputs(self, row: list[tuple[int, NodeShare]]) -> list[int]:
         """The outputs that have rows and that this class makes and returns."""
         values = self.dag.model.values
         wanted = [of for of in self.dag.model.outputs if values[of].shape]
@@ -128,9 +128,9 @@ class _Planner:
 
     def _return(self, value: int, rows: RowShards) -> Returned:
         template, microbatch = self.dag.table.value(value)
-        return Returned(self.slots.pop(value), template.of, microbatch, rows)
+        return Returned(self.live.pop(value)[0], template.of, microbatch, rows)
 
-    def _part(self, number: int, share: Share) -> _Part:
+    def _part(self, number: int, share: NodeShare) -> _Part:
         """The values that an instruction reads and makes. The first value of a sum stands for all
         values that accumulate in the same slot."""
         node, verb = self.dag.nodes[number], share.verb
@@ -174,49 +174,44 @@ class _Planner:
         ]
 
     def _new(self, value: int, kind: Slot) -> int:
-        slot = self.slots[value] = len(self.kinds)
+        slot = len(self.kinds)
+        self.live[value] = slot, ()
         self.kinds.append(kind)
         return slot
 
     def _emit(
-        self,
-        number: int,
-        share: Share,
-        reads: Sequence[int],
-        writes: Sequence[int],
+        self, number: int, share: NodeShare, reads: Sequence[int], writes: Sequence[int]
     ) -> None:
-        node = self.dag.nodes[number]
-        made_at, slots, here, stream = self.made_at, self.slots, len(self.out), share.stream
-        added = [v for v in writes if v in made_at]
-        made = [made_at[v] for v in (*reads, *added) if v in made_at]
-        before = [self.node_at[b] for b in node.after if b in self.node_at]
-        read = tuple([slots[v] for v in reads])
+        node, live, pc = self.dag.nodes[number], self.live, len(self.out)
+        inputs = [live[value] for value in reads]
+        read = tuple([slot for slot, _ in inputs])
+        adds: tuple[int, ...] = ()
         allocates: list[int] = []
-        for value, kind in zip(writes, share.slots, strict=True):
-            if value not in slots:
-                if kind is not None:
-                    self._new(value, kind)
-                else:
-                    self._write(share, node, value, reads, before, allocates)
-        written = tuple([slots[v] for v in writes])
-        adds = tuple([slots[v] for v in added])
-        in_turn = None if share.computes else brought_in_turn(self.dag, node)
-        waits = self.waits.of(stream, made, before, in_turn, share.limit)
-        self.node_at[number] = here
-        for value in writes:
-            earlier = made_at.get(value)
-            made_at[value] = (
-                (here,) if earlier is None else self.waits.last_of_each(earlier, stream, here)
-            )
-        frees = self._frees(reads, writes)
-        ends = self.waits.issue(stream, number, waits, communicates=share.communicates)
+        before: list[int] = []
+        if share.fresh:
+            written = tuple(range(len(self.kinds), len(self.kinds) + len(share.slots)))
+            self.kinds += share.fresh
+        else:
+            added = [live[value] for value in writes if value in live]
+            inputs += added
+            adds = tuple([slot for slot, _ in added])
+            for value, kind in zip(writes, share.slots, strict=True):
+                if value not in live:
+                    self._write(share, node, value, kind, reads, before, allocates)
+            written = tuple([live[value][0] for value in writes])
+        in_turn = brought_in_turn(self.dag, node) if share.moves_value else None
+        waits, ends = self.waits.issue(number, share, inputs, before, node.after, in_turn)
+        for value, slot in zip(writes, written, strict=True):
+            made = () if share.fresh else live[value][1]
+            live[value] = slot, self.waits.last_of_each(made, share.stream) if made else (pc,)
+        frees = self._frees(pc, reads, writes)
         alike = self._alike(share, read, written, adds, frees) if not allocates else None
         workspace, beside, at_end, holds = self.temporary.get(alike, (0, 0, 0, False))
         x = Instruction(
             share.verb,
             number,
             self.shared.name(number, share.words),
-            stream,
+            share.stream,
             node.op,
             share.content,
             share.of,
@@ -243,11 +238,11 @@ class _Planner:
                 self.temporary[alike] = x.workspace, x.beside, x.at_end, bool(x.holds)
         self.out.append(x)
         if share.computes:
-            self.computed = here
+            self.computed = pc
 
     def _alike(
         self,
-        share: Share,
+        share: NodeShare,
         read: tuple[int, ...],
         written: tuple[int, ...],
         adds: tuple[int, ...],
@@ -259,15 +254,16 @@ class _Planner:
             return (share,)
         if not share.computes:
             return None
+        slots = (*read, *written, *adds) if share.gradients else read
         kinds = self.kinds
-        held = [id(kinds[slot]) for slot in (*read, *written, *adds)]
-        return share, len(read), *held, *[slot in frees for slot in (*read, *written)]
+        return share, *[id(kinds[slot]) for slot in slots], *[slot in frees for slot in slots]
 
     def _write(
         self,
-        share: Share,
+        share: NodeShare,
         node: Node,
         value: int,
+        kind: Slot | None,
         reads: Sequence[int],
         before: list[int],
         allocates: list[int],
@@ -276,29 +272,29 @@ class _Planner:
         first gradients of a sum, also allocate the memory in which they accumulate."""
         summed = self.accumulation
         if self._in_place(share, node, reads):
-            self.slots[value] = self.slots.pop(reads[-1])
-        elif self.dag.role(value) not in PARAMETER_GRADIENTS:
-            self._new(value, self.shared.slot(share.verb, value))
+            self.live[value] = self.live.pop(reads[-1])[0], ()
+        elif kind is not None:
+            self._new(value, kind)
         else:
             for made in summed.buffers(value):
                 buffer = _buffer(made)
-                if buffer in self.slots:  # made earlier, or for another value of this instruction
-                    before += [pc for pc in self.made_at[buffer] if pc < len(self.out)]
+                if buffer in self.live:  # made earlier, or for another value of this instruction
+                    before += [pc for pc in self.live[buffer][1] if pc < len(self.out)]
                 else:
                     allocates.append(self._new(buffer, summed.buffer(made)))
-                    self.made_at[buffer] = (len(self.out),)
-            lies_in = tuple(self.slots[_buffer(made)] for made in summed.buffers(value))
-            alone = summed.repeated(value) and self.left[value] > 0 and not lies_in
+                    self.live[buffer] = allocates[-1], (len(self.out),)
+            lies_in = tuple(self.live[_buffer(made)][0] for made in summed.buffers(value))
+            alone = summed.repeated(value) and value in self.last_read and not lies_in
             slot = self._new(value, summed.slot(value, lies_in, alone=alone))
             if alone:
                 allocates.append(slot)
 
-    def _in_place(self, share: Share, node: Node, reads: Sequence[int]) -> bool:
+    def _in_place(self, share: NodeShare, node: Node, reads: Sequence[int]) -> bool:
         """Whether a node overwrites its last input with its result."""
         if not isinstance(node.op, Collective) or node.op.kind is not Move.ALL_REDUCE or not reads:
             return False
         if share.moves_value:
-            return reads[0] in self.read_once and self.shared.private(reads[0])
+            return self.reads[reads[0]] == 1 and self.shared.private(reads[0])
         # a buffer, or a sum that is not yet over all copies
         return share.content is Content.GRADIENTS and not 0 <= reads[-1] < self.dag.first_extra
 
@@ -329,17 +325,10 @@ class _Planner:
         nodes, producers = self.dag.nodes, self.dag.producers
         return tuple(self.shared.largest_loss / nodes[producers[v]].parts for v in reads)
 
-    def _frees(self, reads: Sequence[int], writes: Sequence[int]) -> tuple[int, ...]:
+    def _frees(self, pc: int, reads: Sequence[int], writes: Sequence[int]) -> tuple[int, ...]:
         """The slots of values without remaining reads."""
-        left, freed = self.left, []
-        for value in reads:
-            left[value] -= 1
-            if left[value] == 0:
-                self.made_at.pop(value, None)
-                if value in self.slots:  # otherwise it was overwritten in place
-                    freed.append(self.slots.pop(value))
-        for value in writes:
-            if left[value] == 0:
-                del self.made_at[value]
-                freed.append(self.slots.pop(value))
-        return tuple(freed)
+        last = self.last_read
+        gone = [value for value in reads if last[value] == pc]
+        gone += [value for value in writes if last.get(value, -1) <= pc]
+        # a value that is overwritten in place is not live any more
+        return tuple([self.live.pop(value)[0] for value in gone if value in self.live])

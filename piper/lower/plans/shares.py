@@ -24,7 +24,7 @@ the handshake is a small part of its time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class NodeShare:
     """What the instructions of some nodes have in common."""
 
     verb: Verb
@@ -38,7 +38,10 @@ class Share:
     rows: RowShards
     axes: tuple[tuple[str, int, int], ...]
     slots: tuple[Slot | None, ...]
-    """The slot of each value that it makes; None where that depends on other instructions."""
+    """The slot of each value that it makes; None for gradients of parameters: where they lie
+    depends on other instructions."""
+    fresh: tuple[Slot, ...]
+    """The same if every value is new: nothing is added to it, and it overwrites nothing."""
     given: bool
     """Whether it reads tensors of the batch, or seeds."""
     gradients: bool
@@ -53,7 +56,7 @@ class Share:
     """Whether it communicates a value of the model."""
 
 
-def shares_of(shared: PlanContext, node: Node) -> tuple[Share, ...]:
+def shares_of(shared: PlanContext, node: Node) -> tuple[NodeShare, ...]:
     """The shares of the nodes of one kind, of which ``node`` is one."""
     op = node.op
     if isinstance(op, Transfer):
@@ -73,13 +76,14 @@ _VERBS = {
 }
 
 
-def _share(shared: PlanContext, node: Node, verb: Verb, stream: str, devices: Group) -> Share:
+def _share(shared: PlanContext, node: Node, verb: Verb, stream: str, devices: Group) -> NodeShare:
     computes = verb is Verb.COMPUTE
     content, of = shared.about(node)
     roles = [shared.dag.role(value) for value in node.reads if computes]
     made = node.writes if verb is not Verb.SEND else ()
     slots = tuple([_slot(shared, verb, node, value) for value in made])
-    return Share(
+    new = tuple([slot for slot in slots if slot is not None])
+    return NodeShare(
         verb=verb,
         stream=stream,
         classes=shared.touched.by(devices),
@@ -89,6 +93,7 @@ def _share(shared: PlanContext, node: Node, verb: Verb, stream: str, devices: Gr
         rows=shared.rows(node) if computes else NO_ROWS,
         axes=shared.axes(node.op.chunk) if isinstance(node.op, Compute) else (),
         slots=slots,
+        fresh=() if _may_change(node, content) or len(new) < len(slots) else new,
         given=Role.BATCH in roles or Role.SEED in roles,
         gradients=any(shared.dag.role(value) in PARAMETER_GRADIENTS for value in node.writes),
         early=verb is Verb.RECV and _early(node.op, slots),
@@ -102,10 +107,13 @@ def _share(shared: PlanContext, node: Node, verb: Verb, stream: str, devices: Gr
 def _slot(shared: PlanContext, verb: Verb, node: Node, value: int) -> Slot | None:
     if shared.dag.role(value) in PARAMETER_GRADIENTS:
         return None
-    op = node.op
-    if isinstance(op, Collective) and op.kind is Move.ALL_REDUCE:
-        return None  # it may overwrite its input
     return shared.slot(verb, value)
+
+
+def _may_change(node: Node, content: Content | None) -> bool:
+    """Whether an instruction may add to a value, or overwrite its input."""
+    reduces = isinstance(node.op, Collective) and node.op.kind is Move.ALL_REDUCE
+    return reduces or content is Content.GRADIENTS
 
 
 def _early(op: object, slots: tuple[Slot | None, ...]) -> bool:

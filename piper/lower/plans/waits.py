@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from piper.lower.plans.shares import NodeShare
+
+Held = tuple[int, tuple[int, ...]]
+"""The slot of a value, and the last instruction of each stream that wrote it."""
+
 
 class Waits:
     """The instructions issued so far, by program counter."""
@@ -16,60 +21,62 @@ class Waits:
     def __init__(self) -> None:
         self._streams: list[str] = []
         self._nodes: list[int] = []
-        self._communicates: list[bool] = []
+        self._at: dict[int, int] = {}
+        """The last instruction of each node."""
         self._under_way: set[int] = set()
         """Communications that no instruction has waited for yet."""
+        self._communications: set[int] = set()
         self._holding: defaultdict[str, list[int]] = defaultdict(list)
         """By stream, the communications that may still hold their inputs."""
 
-    def of(
-        self,
-        stream: str,
-        made: Iterable[tuple[int, ...]],
-        before: Iterable[int],
-        in_turn: int | None,
-        limit: int,
-    ) -> tuple[int, ...]:
-        """What the next instruction, on ``stream``, waits for: the last instruction of each other
-        stream of those that ``made`` its inputs and those ``before`` it, and the communications
-        that bring its inputs, except the node ``in_turn``. At most ``limit`` like it may hold
-        their inputs at once; 0 for no limit."""
-        streams = self._streams
-        last: dict[str, int] = {}
-        waits: set[int] = set()
-        for pcs in made:
-            for pc in pcs:
-                other = streams[pc]
-                if other != stream and last.get(other, -1) < pc:
-                    last[other] = pc
-            if self._communicates[pcs[-1]] and self._nodes[pcs[-1]] != in_turn:
-                waits.add(pcs[-1])
-        for pc in before:
-            other = streams[pc]
-            if other != stream and last.get(other, -1) < pc:
-                last[other] = pc
-        if limit:
-            row = self._holding[stream]
-            row.append(len(streams))
-            waits.update(row[:-limit])
-            del row[:-limit]
-        if not (last or waits):
-            return ()
-        return tuple(sorted(waits.union(last.values())))
-
     def issue(
-        self, stream: str, node: int, waits: tuple[int, ...], *, communicates: bool
-    ) -> tuple[int, ...]:
-        """Add the next instruction; returns the communications that it completes."""
-        ends = tuple([pc for pc in waits if pc in self._under_way]) if waits else ()
-        self._under_way.difference_update(ends)
-        if communicates:
-            self._under_way.add(len(self._streams))
-        self._streams.append(stream)
-        self._nodes.append(node)
-        self._communicates.append(communicates)
-        return ends
+        self,
+        number: int,
+        share: NodeShare,
+        inputs: Iterable[Held],
+        before: Iterable[int],
+        after: Iterable[int],
+        in_turn: int | None,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Add the next instruction. Returns the instructions that it waits for, and those of them
+        that it completes. It waits for the last instruction on each other stream of those that
+        wrote its ``inputs``, those ``before`` it and those of nodes ``after`` which it runs, and
+        for communications that bring its inputs, except the node ``in_turn``."""
+        streams, stream, pc = self._streams, share.stream, len(self._streams)
+        last: dict[str, int] = {}
+        waits: list[int] = []
+        for _, makers in inputs:
+            for maker in makers:
+                other = streams[maker]
+                if other != stream and last.get(other, -1) < maker:
+                    last[other] = maker
+            brought = bool(makers) and makers[-1] in self._communications
+            if brought and self._nodes[makers[-1]] != in_turn:
+                waits.append(makers[-1])
+        for maker in (*before, *[self._at[node] for node in after if node in self._at]):
+            other = streams[maker]
+            if other != stream and last.get(other, -1) < maker:
+                last[other] = maker
+        if share.limit:
+            row = self._holding[stream]
+            row.append(pc)
+            waits += row[: -share.limit]
+            del row[: -share.limit]
+        ends: tuple[int, ...] = ()
+        waited: tuple[int, ...] = ()
+        if last or waits:
+            waited = tuple(sorted({*waits, *last.values()}))
+            ends = tuple([other for other in waited if other in self._under_way])
+            self._under_way.difference_update(ends)
+        if share.communicates:
+            self._under_way.add(pc)
+            self._communications.add(pc)
+        streams.append(stream)
+        self._nodes.append(number)
+        self._at[number] = pc
+        return waited, ends
 
-    def last_of_each(self, pcs: tuple[int, ...], stream: str, pc: int) -> tuple[int, ...]:
-        """``pcs`` and ``pc``, an instruction on ``stream``: the last on each stream."""
-        return (*[other for other in pcs if self._streams[other] != stream], pc)
+    def last_of_each(self, pcs: tuple[int, ...], stream: str) -> tuple[int, ...]:
+        """``pcs`` and the instruction issued last, on ``stream``: the last on each stream."""
+        kept = [other for other in pcs if self._streams[other] != stream]
+        return (*kept, len(self._streams) - 1)
