@@ -216,6 +216,54 @@ def test_a_csv_file_has_one_row_for_each_step(trainer: piper.Trainer, tmp_path: 
     assert all(float(rows[step]["gradient_norm/layer[1]"]) > 0 for step in observed)
 
 
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_csv_file_of_a_killed_run_has_each_step_once(
+    trainer: piper.Trainer, tmp_path: Path
+) -> None:
+    """Killed after step 5, in the middle of a row, and resumed from step 3; then killed between the
+    last step and its evaluation."""
+    how = {"checkpoint": tmp_path / "run", "every": 3, "progress": False}
+    path = tmp_path / "run.csv"
+    for _ in trainer.iterate([(X, X)] * 3, **how, callbacks=[CSV(path)]):
+        pass
+    list(trainer.iterate([(X, X)] * 2, callbacks=[CSV(path)], progress=False))
+    first = rows_of(path)
+    with path.open("a") as file:
+        file.write("6,0.1")
+    with piper.launch(trainer.program) as again:
+        again.fit([(X, X)] * 6, steps=6, resume=True, **how, callbacks=[CSV(path)])
+    resumed = rows_of(path)
+    assert [row["step"] for row in resumed] == ["1", "2", "3", "4", "5", "6"]
+    assert [row["train/loss"] for row in resumed[:5]] == [row["train/loss"] for row in first]
+
+    log = CSV(path)
+    log.on_evaluate(6, trainer.evaluate(X, X))
+    log.on_end()
+    assert rows_of(path)[:-1] == [{**row, **_evaluation()} for row in resumed[:-1]]
+    assert rows_of(path)[-1]["train/loss"] == resumed[-1]["train/loss"]
+    assert float(rows_of(path)[-1]["evaluation/loss"]) > 0
+
+
+def _evaluation() -> dict[str, str]:
+    names = ("loss", "tokens_per_second", "seconds", "memory_bytes")
+    return {f"evaluation/{name}": "" for name in names}
+
+
+def test_a_csv_file_that_a_new_run_replaces_is_announced(
+    trainer: piper.Trainer, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.csv"
+    trainer.fit([(X, X)] * 2, callbacks=[CSV(path)])
+    with piper.launch(trainer.program) as other:
+        with pytest.warns(piper.PiperWarning, match="a run to step 2; this run begins at step 1"):
+            other.fit([(X, X)], callbacks=[CSV(path)])
+    assert [row["step"] for row in rows_of(path)] == ["1"]
+
+
 def test_another_table_is_refused(trainer: piper.Trainer, tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     path.write_text("name,age\n")
