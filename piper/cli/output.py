@@ -44,11 +44,12 @@ class Output:
             yield
 
     def say(self, *items: Any) -> None:
-        """Print as text; nothing in JSON mode."""
+        """Print as text; nothing in JSON mode. Only a terminal wraps long lines."""
         if not self.as_json and self.speaks:
             for item in items:
                 shown = item if isinstance(item, str | Table) else Text.from_ansi(str(item))
-                self.out.print(shown, markup=False)  # names and paths may have brackets
+                whole = not self.out.is_terminal and not isinstance(item, Table)
+                self.out.print(shown, markup=False, soft_wrap=whole)  # names may have brackets
 
     def give(self, data: Any) -> None:
         """Print as one line of JSON; nothing in text mode."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -74,7 +73,13 @@ def train(
         Path | None,
         typer.Option(help="At the end, write the model to this folder, for from_pretrained."),
     ] = None,
-    log_every: Annotated[int, typer.Option(min=1, help="Steps between printed lines.")] = 10,
+    log_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Steps between printed lines; default: a bar on a terminal, else about 20 lines.",
+        ),
+    ] = None,
     memory_limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
@@ -88,7 +93,6 @@ def train(
     """
     from piper.cli.scripts import job_in, strategy_of
     from piper.launch.launch import launch
-    from piper.launch.trainer.fit import saved_in
 
     output = Output(as_json)
     with output.guarded():
@@ -103,11 +107,10 @@ def train(
         if save is not None and resume is not None:
             raise PiperError("give --save or --resume, not both: each names the folder of the run")
         folder = save or resume
-        report = _Report(output, log_every)
         program = job.compile(chosen, memory_limit=limit)
         with launch(program, on=on.value, shapes=job.shapes) as trainer:
             default = _STEPS_OF_EXAMPLE if job.batches is None else None
-            loop = trainer.iterate(
+            summary = trainer.fit(
                 (lambda step: trainer.example) if job.batches is None else job.batches,
                 steps=steps or default,
                 epochs=epochs,
@@ -118,23 +121,11 @@ def train(
                 keep=None if folder is None else keep,
                 resume=load or resume is not None,
                 new_settings=new_settings,
-                callbacks=[report],
-                progress=not as_json and sys.stderr.isatty(),
+                callbacks=[_JsonLines(output)] if as_json else [],
+                progress=False if as_json else log_every or True,
                 pad=job.pad,
             )
-            if trainer.steps:
-                output.say(f"resuming after step {trainer.steps}")
-            loop.refuse_last()
-            try:
-                for _ in loop:
-                    pass
-            except BaseException:
-                kept = max(saved_in(folder), default=None) if folder is not None else None
-                text = "nothing is saved" if kept is None else f"{folder} has step {kept}"
-                text = f"saved {folder}" if kept == trainer.steps else text
-                output.note(f"stopped at step {trainer.steps}; {text}")
-                raise
-            report.finish()
+            output.say(summary)
             if folder is not None:
                 output.wrote(f"state after step {trainer.steps}", folder)
             if export is not None:
@@ -144,43 +135,24 @@ def train(
                 output.note("nothing is saved: --save keeps the state, --export the model")
 
 
-class _Report:
-    """Prints steps and evaluations: a callback."""
+class _JsonLines:
+    """Prints each step and each evaluation: a callback."""
 
-    def __init__(self, output: Output, every: int) -> None:
-        """Every step is a line of JSON, every ``every``-th one a line of text."""
+    def __init__(self, output: Output) -> None:
         self._output = output
-        self._every = every
-        self._late: tuple[int, StepResult] | None = None
-        """The last step, if it is not printed."""
 
     def on_step(self, step: int, result: StepResult) -> None:
-        self._late = step, result
-        if self._output.as_json or step == 1 or step % self._every == 0:
-            self.finish()
-
-    def on_evaluate(self, step: int, result: StepResult) -> None:
-        self.finish()
-        self._output.give({"evaluated_after": step, "loss": float(result.loss)})
-        self._output.say(f"evaluation after step {step}: loss {float(result.loss):.4f}")
-
-    def on_end(self) -> None: ...
-
-    def finish(self) -> None:
-        """Print the last step, unless it is printed already."""
-        if self._late is None:
-            return
-        (step, result), self._late = self._late, None
-        norm = None if result.grad_norm is None else float(result.grad_norm)
-        said: dict[str, Any] = {
+        line = {
             "step": step,
             "loss": float(result.loss),
-            "grad_norm": norm,
+            "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
             "seconds": result.seconds,
             "tokens_per_second": result.tokens_per_second,
             "memory_bytes": result.memory,
         }
-        self._output.give(said)
-        shown = "" if norm is None else f"  norm {norm:.3f}"
-        rate = f"{result.tokens_per_second:,.0f} tokens/s"
-        self._output.say(f"step {step}: loss {said['loss']:.4f}{shown}  {rate}")
+        self._output.give(line)
+
+    def on_evaluate(self, step: int, result: StepResult) -> None:
+        self._output.give({"evaluated_after": step, "loss": float(result.loss)})
+
+    def on_end(self) -> None: ...

@@ -331,7 +331,7 @@ def test_training_goes_on_where_it_was_saved(script: str, tmp_path: Path) -> Non
     losses = [json.loads(x) for x in (*first.stdout.splitlines(), *then.stdout.splitlines())]
     assert [x["step"] for x in losses] == [1, 2, 3, 4, 5, 6]
     assert [x["loss"] for x in losses] == pytest.approx(whole, rel=1e-6)
-    assert "step 1: loss" in run("train", script, "-m", TWO, "--steps", 1).stdout
+    assert run("train", script, "-m", TWO, "--steps", 1).stdout.startswith("1 step in ")
 
 
 def test_more_steps_than_batches_are_another_pass(script: str, tmp_path: Path) -> None:
@@ -367,10 +367,11 @@ def test_a_run_that_is_stopped_keeps_its_last_whole_step(
     drawn = "x = torch.randn(8, 4, generator=generator)\n"
     path.write_text(SCRIPT.replace(drawn, f"{drawn}        if _ == 4: {wrong}\n"))
     found = run("train", path, "-m", TWO, "--every", 3, "--save", state, code=code)
-    assert f"stopped at step 4; saved {state}" in found.stderr
+    assert f"stopped after step 4: saved {state}/step-00000004" in found.stderr
     rest = losses(script, "--resume", state)
     assert rest == pytest.approx(losses(script)[4:], rel=1e-6)
-    assert "stopped at step 4; nothing is saved" in run("train", path, "-m", TWO, code=code).stderr
+    said = run("train", path, "-m", TWO, code=code).stderr
+    assert "stopped after step 4; nothing is saved" in said
 
 
 def test_new_settings_are_those_of_the_job(script: str, tmp_path: Path) -> None:
@@ -392,15 +393,15 @@ def test_a_loader_with_a_smaller_last_batch_is_refused_at_once(tmp_path: Path) -
     path.write_text(SCRIPT.replace("batches=batches", f"batches={loader}"))
     found = run("train", path, "-m", TWO, code=1)
     assert "drop the last, smaller batch" in found.stderr
-    assert "step 1:" not in found.stdout
+    assert "step 1" not in found.stderr
 
 
 def test_steps_and_epochs_count_the_whole_run(script: str, tmp_path: Path) -> None:
     state, other = tmp_path / "state", tmp_path / "other"
     how = ("train", script, "-m", TWO)
     run(*how, "--steps", 2, "--resume", state)  # begins it
-    assert "resuming after step 2" in (text := run(*how, "--steps", 3, "--resume", state).stdout)
-    assert re.findall(r"^step (\d+)", text, re.M) == ["3"]
+    said = run(*how, "--steps", 3, "--resume", state).stderr
+    assert said.startswith(f"resumed from {state}/step-00000002\nstep 3 of 3: loss ")
     whole = losses(script, "--epochs", 2)
     assert losses(script, "--epochs", 2, "--load", state, "--save", other) == pytest.approx(
         whole[3:], rel=1e-6
@@ -414,11 +415,11 @@ def test_lines_and_checkpoints_have_intervals_of_their_own(script: str, tmp_path
     state = tmp_path / "state"
     more = ("--every", 2, "--keep", 2, "--log-every", 4, "--steps", 5)
     found = run("train", script, "-m", TWO, "--save", state, *more)
-    assert re.findall(r"^step (\d+)", found.stdout, re.M) == ["1", "4", "5"]
+    assert re.findall(r"^step (\d+) of 5", found.stderr, re.M) == ["4", "5"]
     assert sorted(p.name for p in state.iterdir()) == ["step-00000004", "step-00000005"]
     assert f"state after step 5: {state}" in found.stderr
     found = run("train", script, "-m", TWO, "--steps", 2)
-    assert re.findall(r"^step (\d+)", found.stdout, re.M) == ["1", "2"]
+    assert re.findall(r"^step (\d+)", found.stderr, re.M) == ["1", "2"]
     assert "nothing is saved: --save keeps the state, --export the model" in found.stderr
 
 
@@ -426,7 +427,7 @@ def test_a_job_pads_its_batches_or_takes_other_shapes(tmp_path: Path) -> None:
     path = tmp_path / "ragged_job.py"
     ragged = SCRIPT.replace("yield x, x", "x = x[: 8 - 4 * (_ % 2)]\n        yield x, x")
     path.write_text(ragged)
-    assert "stopped at step 1;" in run("train", path, "-m", TWO, code=1).stderr
+    assert "stopped after step 1;" in run("train", path, "-m", TWO, code=1).stderr
     path.write_text(ragged.replace("batches=batches", "batches=batches, shapes=1"))
     apart = losses(path)
     counted = (
@@ -458,14 +459,14 @@ def test_epochs_and_evaluations(tmp_path: Path) -> None:
     found = [json.loads(line) for line in lines]
     assert [x["step"] for x in found if "step" in x] == list(range(1, 13))
     assert [x["evaluated_after"] for x in found if "step" not in x] == [6, 12]
-    said = run("train", path, "-m", TWO, "--steps", 3, "--evaluate-every", 2).stdout
+    said = run("train", path, "-m", TWO, "--steps", 3, "--evaluate-every", 2).stderr
     assert re.findall(r"evaluation after step (\d+): loss \d\.\d{4}", said) == ["2", "3"]
 
 
 def test_batches_may_be_a_loader(tmp_path: Path) -> None:
     path = tmp_path / "loader_job.py"
     path.write_text(SCRIPT.replace("batches=batches", "batches=list(batches())"))
-    assert "step 2: loss" in run("train", path, "-m", TWO, "--steps", 2).stdout
+    assert "step 2 of 2: loss" in run("train", path, "-m", TWO, "--steps", 2).stderr
 
 
 def test_a_run_that_fails_has_a_code_of_its_own(tmp_path: Path) -> None:

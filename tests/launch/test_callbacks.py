@@ -258,9 +258,9 @@ def test_a_csv_file_that_a_new_run_replaces_is_announced(
 ) -> None:
     path = tmp_path / "run.csv"
     trainer.fit([(X, X)] * 2, callbacks=[CSV(path)])
-    with piper.launch(trainer.program) as other:
-        with pytest.warns(piper.PiperWarning, match="a run to step 2; this run begins at step 1"):
-            other.fit([(X, X)], callbacks=[CSV(path)])
+    announced = pytest.warns(piper.PiperWarning, match="to step 2; this run begins at step 1")
+    with piper.launch(trainer.program) as other, announced:
+        other.fit([(X, X)], callbacks=[CSV(path)])
     assert [row["step"] for row in rows_of(path)] == ["1"]
 
 

@@ -225,6 +225,8 @@ def test_a_bar_shows_evaluations(
     trainer.fit(BATCHES, steps=2, evaluate=HELD_OUT, evaluate_every=1)
     said = capsys.readouterr().err
     assert re.findall(r"evaluation after step (\d): loss \d", said) == ["1", "2"]
+    trainer.fit(BATCHES, steps=3, progress=2)  # a number asks for lines
+    assert re.findall(r"^step (\d) of 5", capsys.readouterr().err, re.M) == ["4", "5"]
 
 
 def test_the_lines_name_checkpoints(
@@ -234,7 +236,9 @@ def test_the_lines_name_checkpoints(
     how: dict[str, Any] = {"steps": 4, "checkpoint": "run", "progress": 1}
     with piper.launch(program()) as trainer, pytest.raises(KeyboardInterrupt):
         trainer.fit(BATCHES, callbacks=[Interrupts(2)], **how)
-    assert capsys.readouterr().err.splitlines()[-1] == "saved run/step-00000002"
+    assert (
+        capsys.readouterr().err.splitlines()[-1] == "stopped after step 2: saved run/step-00000002"
+    )
     with piper.launch(program()) as trainer:
         trainer.fit(BATCHES, resume=True, **how)
     first, *lines = capsys.readouterr().err.splitlines()

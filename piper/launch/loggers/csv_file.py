@@ -22,6 +22,8 @@ class CSV(Logger):
         self._path = path_of(path)
         self._row: dict[str, object] = {}
         """The last row."""
+        self._start = 0
+        """Where it starts."""
 
     def begin(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,4 +104,3 @@ class CSV(Logger):
     def _open(self) -> None:
         self._file = self._path.open("a", newline="", encoding="utf-8")
         self._start = self._file.tell()
-        """Where the last row starts."""

@@ -168,11 +168,11 @@ class Checkpoints:
             raise PiperError(f"{self.folder} cannot be used for checkpoints: {error}") from error
 
     @property
-    def last(self) -> Path | None:
-        """The last checkpoint of this call."""
+    def last(self) -> tuple[int, Path] | None:
+        """The step of the last checkpoint of this call, and its path."""
         if self.folder is None or self._last is None:
             return None
-        return self.folder / _NAME.format(self._last)
+        return self._last, self.folder / _NAME.format(self._last)
 
     def after_step(self, state: StateOf) -> None:
         """Save if a checkpoint is due; ``state`` gives the state of the call."""

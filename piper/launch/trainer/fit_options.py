@@ -81,7 +81,7 @@ class FitOptions:
     """Called after each step, in the process of rank 0."""
     progress: bool | int = True
     """Show progress in the process of rank 0: a bar on a terminal, else a line every few steps. A
-    number says every how many."""
+    number: a line every so many steps."""
     rows: bool = False
     """Each batch is this process's rows of a global batch."""
     pad: Pad | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from piper.base.units import counted, seconds_text
+from piper.base.units import counted, waiting_text
 
 
 class Ended(Enum):
@@ -54,7 +54,7 @@ class FitSummary:
         text = counted(self.steps, "step")
         if self.epochs:
             text += f" ({counted(self.epochs, 'epoch')})"
-        text += f" in {seconds_text(self.seconds)}"
+        text += f" in {waiting_text(self.seconds)}"
         if self.loss is not None and self.best_loss is not None:
             step, best = self.best_loss
             text += (

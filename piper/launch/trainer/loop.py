@@ -142,7 +142,8 @@ class Rounds:
         last = self._last
         showing = shown_progress(self._total, self._trainer.steps, self._options.progress)
         with showing as self._losses.display, guarded, told(self._callbacks, self._trainer):
-            self._say("resumed from", None if self._saved is None else self._saved.source)
+            if self._saved is not None and self._saved.source is not None:
+                self._losses.display.say(f"resumed from {_shown(self._saved.source)}")
             try:
                 while self._agreed(_Word.ASKED if self._stop.asked else _Word.GO):
                     if last is not None and self._trainer.steps >= last:
@@ -166,6 +167,7 @@ class Rounds:
             asked = self._finish()
             self._tell()
             if asked:
+                self._say_stopped()
                 self._stop.end()
 
     def refuse_last(self) -> None:
@@ -252,29 +254,38 @@ class Rounds:
 
     def _leave(self, error: BaseException) -> None:
         """Save the state after the last whole step when ``error`` ends the loop."""
-        if self._saved is None or not self._can_save(error):
-            return
         try:
-            if self._at is _At.BETWEEN and self._taken:
-                self._saved.after_step(self._state)
-            if self._at is _At.STEPPING:
-                self._word = _Word.LEFT
-            elif self._word is _Word.GO:
-                self._agreed(_Word.LEFT)
-            self._finish()
-            if self._taken and not isinstance(error, GeneratorExit):
-                self._say("saved", self._saved.last)
+            self._save_after(error)
         except Exception as failure:
             if isinstance(error, GeneratorExit):  # no other error would report it
                 raise
             warn(f"the state after step {self._trainer.steps} is not saved: {failure}")
+        else:
+            if self._taken and not isinstance(error, GeneratorExit):
+                self._say_stopped()
 
-    def _say(self, what: str, path: Path | None) -> None:
-        """Show what happened to a checkpoint, if there is one."""
-        if path is not None:
-            here = Path.cwd()
-            shown = path.relative_to(here) if path.is_relative_to(here) else path
-            self._losses.display.say(f"{what} {shown}")
+    def _save_after(self, error: BaseException) -> None:
+        """Save the state after ``error``, if possible."""
+        if self._saved is None or not self._can_save(error):
+            return
+        if self._at is _At.BETWEEN and self._taken:
+            self._saved.after_step(self._state)
+        if self._at is _At.STEPPING:
+            self._word = _Word.LEFT
+        elif self._word is _Word.GO:
+            self._agreed(_Word.LEFT)
+        self._finish()
+
+    def _say_stopped(self) -> None:
+        """Show the step after which the run ends too early, and its last checkpoint."""
+        last = None if self._saved is None else self._saved.last
+        if last is None:
+            kept = "; nothing is saved"
+        elif last[0] == self._trainer.steps:
+            kept = f": saved {_shown(last[1])}"
+        else:
+            kept = f"; the last checkpoint is {_shown(last[1])}"
+        self._losses.display.say(f"stopped after step {self._trainer.steps}{kept}")
 
     def _can_save(self, error: BaseException) -> bool:
         """Whether the state is that after a whole step, and all processes can take part."""
@@ -338,6 +349,12 @@ _REASONS = {
     _Word.OVER: Ended.BATCHES,
     _Word.LEFT: Ended.BATCHES,  # not reported: the loop ends with an error
 }
+
+
+def _shown(path: Path) -> Path:
+    """``path`` as it is shown, without the current folder."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 class Loop(Iterator[StepResult]):

@@ -49,13 +49,14 @@ class Display:
 @contextmanager
 def shown_progress(total: int | None, before: int, every: bool | int) -> Iterator[Display]:
     """Show progress from step ``before`` to ``total``, if that is known. ``every`` is the number of
-    steps from line to line; True chooses it, False shows nothing."""
+    steps from line to line; True shows a bar on a terminal, else chooses the number; False shows
+    nothing."""
     from rich.console import Console  # imported late: workers import the trainer but show no bar
 
     console = Console(stderr=True)
     if not every:
         yield Display()
-    elif console.is_terminal:
+    elif every is True and console.is_terminal:
         with _bar(console, total) as bar:
             yield _Bar(bar, total, before)
     else:
@@ -141,10 +142,11 @@ class _Lines(Display):
 
     def say(self, text: str) -> None:
         sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
     def _due(self, step: int) -> bool:
         if self._every is not None:
-            return step % self._every == 0
+            return step % self._every == 0 or step == self._total
         done = step - self._before
         if self._total is not None:
             every = _round_up((self._total - self._before) / _LINES)
