@@ -1,8 +1,10 @@
-"""The precision of a step. Torch's modes of the caller are turned off, so that a step computes the
-same in the caller's process as in worker processes, which have none of these modes."""
+"""The precision of a step, and modes of the process. Torch's modes of the caller are turned off, so
+that a step computes the same in the caller's process as in worker processes, which have none of
+these modes."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -44,6 +46,18 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Disables garbage collection: compilation makes millions of small objects and few cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

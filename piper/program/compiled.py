@@ -10,10 +10,12 @@ from typing import Self
 import torch
 
 from piper.base.errors import PiperError
+from piper.base.modes import without_collection
 from piper.capture.batch import Batch
 from piper.capture.code.codegen import Compiler
 from piper.capture.code.executables import Executables
 from piper.capture.trace.computation import Computation
+from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Facts, Model
 from piper.ir.ops import Compute
@@ -24,6 +26,7 @@ from piper.ir.plan.plan import Plan
 from piper.ir.rules import Bucket, StreamRule
 from piper.ir.shards import RANK
 from piper.ir.tensors import TensorSpec
+from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings
 from piper.program.compile.compile_arguments import CompileArguments
 from piper.state.optimizer.training import Training
@@ -41,14 +44,20 @@ def trained_shapes(model: Model, code: Executables) -> dict[str, tuple[int, ...]
     return {name: code.parameters[name].shape for name in trained}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """The step of a model in training mode, or its forwards in evaluation mode."""
 
     facts: Facts
     code: Executables
-    plans: tuple[Plan, ...] = ()
-    """One plan for each rank equivalence class, whose devices are ``plan.devices``."""
+    planned: Callable[[], tuple[Plan, ...]] = field(default=tuple, repr=False, compare=False)
+    """Makes ``plans``."""
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """One plan for each rank equivalence class, whose devices are ``plan.devices``. Made when
+        they are first asked for: who only trains or simulates needs none for evaluation."""
+        return self.planned()
 
     def plan_of(self, device: int) -> Plan:
         """The plan of one device."""
@@ -57,6 +66,24 @@ class Step:
                 return plan
         devices = sorted(d for plan in self.plans for d in plan.devices)
         raise PiperError(f"the program has no device {device}; it runs on {devices}")
+
+
+def evaluated(
+    step: Step, training: Step, lowered: Lowered, strategy: Strategy, settings: Settings
+) -> tuple[Step, tuple[Bucket, ...]]:
+    """``step``, which is that of evaluation, with its plans, and the buckets of both modes.
+    ``lowered`` is the step of ``training``. If the modes differ, the strategy may not fit, and
+    there may be other parameters: then the plans are made now."""
+
+    def forwards() -> Lowered:
+        with without_collection():
+            placed = strategy.apply(build(step.facts.whole))
+            return lower_forwards(placed, step.facts.models, settings, lowered.dag)
+
+    if step.facts is training.facts:
+        return replace(step, planned=lambda: forwards().plans), lowered.dag.buckets
+    made = forwards()
+    return replace(step, planned=lambda: made.plans), made.dag.buckets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +160,8 @@ class Compiled(Parts):
 
     def with_plans(self, plans: tuple[Plan, ...]) -> Self:
         """This program with other plans of its training step."""
-        return replace(self, training_step=replace(self.training_step, plans=plans), given=None)
+        step = replace(self.training_step, planned=lambda: plans)
+        return replace(self, training_step=step, given=None)
 
     @property
     def dag(self) -> Dag:

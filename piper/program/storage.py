@@ -45,10 +45,9 @@ from piper.cost.rough_costs import Costs
 from piper.ir.dag.build import build
 from piper.ir.dag.facts import Facts, Model
 from piper.ir.tensors import TensorSpec
-from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.program.checks import check, check_placed
-from piper.program.compiled import Compiled, Parts, Step
+from piper.program.compiled import Compiled, Parts, Step, evaluated
 from piper.state.optimizer.factory import OptimizerFactory
 from piper.state.optimizer.scheduler import SchedulerFactory
 from piper.state.optimizer.training import Training
@@ -174,7 +173,8 @@ def _plain_costs(program: Compiled) -> Costs | Answers:
     if isinstance(program.settings.costs, Costs):
         return program.settings.costs
     asked = Asked(program.settings.costs)
-    with_plans(replace(program, settings=replace(program.settings, costs=asked)), Compiled)
+    again = with_plans(replace(program, settings=replace(program.settings, costs=asked)), Compiled)
+    _ = again.evaluation_step.plans  # asks, too
     return asked.answers
 
 
@@ -244,11 +244,11 @@ def with_plans(read: Parts, kind: type[C]) -> C:
         again = read.strategy.apply(build(evaluation.facts.whole))
     check_placed(read, placed, again)
     lowered = lower(placed, training.facts.models, read.settings)
-    forwards = lower_forwards(again, evaluation.facts.models, read.settings, lowered.dag)
+    evaluation, buckets = evaluated(evaluation, training, lowered, read.strategy, read.settings)
     parts = {field.name: getattr(read, field.name) for field in fields(Parts)}
-    parts["training_step"] = replace(training, plans=lowered.plans)
-    parts["evaluation_step"] = replace(evaluation, plans=forwards.plans)
-    return kind(**parts, lowered=lowered, buckets=forwards.dag.buckets)
+    parts["training_step"] = replace(training, planned=lambda: lowered.plans)
+    parts["evaluation_step"] = evaluation
+    return kind(**parts, lowered=lowered, buckets=buckets)
 
 
 def _constants(content: bytes) -> list[dict[str, Tensor]]:

@@ -81,6 +81,14 @@ def test_a_model_is_traced_once_for_each_number_of_rows() -> None:
     assert seen == calls
 
 
+def test_evaluation_is_planned_when_it_is_first_asked_for() -> None:
+    program = piper.compile(Counting(), piper.Strategy(STRATEGIES["1f1b"]), **example())
+    assert "plans" not in vars(program.evaluation_step)
+    kinds = {x.name[0] for plan in program.evaluation_step.plans for x in plan.instructions}
+    assert "F" in kinds
+    assert "B" not in kinds
+
+
 def test_weights_are_those_of_the_launch() -> None:
     model, how = Counting(), example()
     program = piper.capture(model, **how).compile(piper.Strategy(STRATEGIES["1f1b"]))

@@ -7,9 +7,7 @@ captured model, to compile it under several strategies.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 
 from piper.base.arguments import CompilerName, named_arguments
 from piper.base.errors import DirectiveError, PiperError, warn
-from piper.base.modes import default_dtype, without_modes
+from piper.base.modes import default_dtype, without_collection, without_modes
 from piper.base.units import counted, nbytes_of
 from piper.capture.code.codegen import Eager
 from piper.capture.loss.outputs import Outputs
@@ -33,7 +31,6 @@ from piper.ir.dag.dag import Dag
 from piper.ir.plan.lowered import Lowered
 from piper.ir.rules import OptimizerCost
 from piper.ir.tensors import TensorSpec
-from piper.lower.forwards import lower_forwards
 from piper.lower.lower import Settings, lower
 from piper.lower.waste import LARGE
 from piper.program.cache.entries import Entries
@@ -46,7 +43,7 @@ from piper.program.compile.placer import Placed, Placer
 from piper.program.compile.rank_zero import JobStore
 from piper.program.compile.stages import Stages
 from piper.program.compile.traces import Traces
-from piper.program.compiled import Step, trained_shapes
+from piper.program.compiled import Step, evaluated, trained_shapes
 from piper.program.deferred import Deferred
 from piper.program.program import Program
 from piper.state.optimizer.factory import OptimizerFactory
@@ -254,7 +251,7 @@ class Capture:
             return lookup.keeping(type(self._given.model).__name__, compiled)
         about, files = found
         line = f"from the cache, compiled on {about.compiled}"
-        with stages.stage(line), _no_collection():
+        with stages.stage(line), without_collection():
             program = Program.of_files(
                 files,
                 lookup.entries.folder,
@@ -280,7 +277,7 @@ class Capture:
     def _compiled(self, under: _Under, stages: Stages, digest: str | None) -> Program:
         strategy = under.strategy
         shape = _shape(strategy, self._size)
-        with default_dtype(self._training.default_dtype), _no_collection():
+        with default_dtype(self._training.default_dtype), without_collection():
             with stages.stage("capturing the model"):
                 captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
@@ -308,8 +305,13 @@ class Capture:
                 lowered = _lowered(placed, self._training, settings, first.device)
             with stages.stage("planning evaluation"):
                 evaluation = self._evaluation(strategy, shape, captured, placed)
-                forwards = lower_forwards(
-                    evaluation.dag, evaluation.facts.models, settings, lowered.dag
+                training_step = Step(placed.facts, placed.code, lambda: lowered.plans)
+                evaluation_step, buckets = evaluated(
+                    Step(evaluation.facts, evaluation.code),
+                    training_step,
+                    lowered,
+                    strategy,
+                    settings,
                 )
         program = Program(
             strategy=strategy,
@@ -317,10 +319,10 @@ class Capture:
             source=self._source,
             names=names,
             settings=settings,
-            training_step=Step(placed.facts, placed.code, lowered.plans),
-            evaluation_step=Step(evaluation.facts, evaluation.code, forwards.plans),
+            training_step=training_step,
+            evaluation_step=evaluation_step,
             lowered=lowered,
-            buckets=forwards.dag.buckets,  # of training, then those that only evaluation uses
+            buckets=buckets,  # of training, then those that only evaluation uses
             example=first.example,
             device=first.device,
             compiler=first.compiler,
@@ -455,15 +457,3 @@ def _lowered(
         with without_modes():
             check_factory(training.optimizer, settings.optimizer, lowered.dag, trained, device)
     return lowered
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disables garbage collection: compilation makes millions of small objects and few cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
