@@ -14,6 +14,7 @@ from piper.base.units import class_text, seconds_of
 from piper.launch.device.worker_group import WorkerGroup
 from piper.launch.launch_options import Options, TorchrunOptions, WorkerOptions
 from piper.launch.messages.custom_ops import refuse_in_worker
+from piper.launch.recovery.recovering_group import RecoveringGroup
 from piper.launch.running import start
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.trainer import Trainer
@@ -39,7 +40,8 @@ def launch(
     second a terminal shows what is done; ``progress`` says whether to show it. ``options`` are
     specific to the launcher (``launch_options.py``): for "processes" and "torchrun" ``timeout``
     (seconds, or "5min", that any operation may take) and ``share_gpus`` (several processes may
-    share a GPU); on GPUs ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a seed:
+    share a GPU); for "processes" ``restarts`` (how often workers that die, fail or hang are
+    replaced); on GPUs ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a seed:
     delay streams at random to find races).
     """
     if not isinstance(program, Program):
@@ -57,6 +59,8 @@ def launch(
         try:
             with stages.stage("loading the program"):
                 start(group, program)
+            if isinstance(group, ProcessWorkerGroup) and group.options.restarts:
+                group = RecoveringGroup(group, program)
         except BaseException as error:
             group.close(error)
             raise
@@ -69,7 +73,7 @@ _LAUNCHERS: dict[Where, tuple[Callable[[Any], WorkerGroup], type[Options]]] = {
     Where.PROCESSES: (ProcessWorkerGroup, WorkerOptions),
     Where.TORCHRUN: (TorchrunWorkerGroup, TorchrunOptions),
 }
-_TIMES = ("timeout", "start_timeout")
+_TIMES = ("timeout", "start_timeout", "mirror", "stall")
 """Options that are times, such as 30 or "5min"."""
 
 
@@ -77,7 +81,14 @@ def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
     launcher, kind = _LAUNCHERS[choice("on", on, Where)]
     _refuse_unknown(on, options, kind)
     times = {name: seconds_of(name, options[name]) for name in _TIMES if name in options}
+    _refuse_count("restarts", options.get("restarts", 0))
     return launcher(kind(**{**options, **times}))
+
+
+def _refuse_count(name: str, given: object) -> None:
+    """Refuse an option that is no count."""
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise PiperError(f"{name}={given!r} must be a whole number, 0 or more")
 
 
 def _refuse_unknown(on: str, options: dict[str, Any], kind: type[Options]) -> None:

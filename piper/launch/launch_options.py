@@ -38,6 +38,14 @@ class WorkerOptions(ProcessOptions):
     imports: Sequence[str] = ()
     """Modules that workers import first, because they define operations that the model uses. Those
     made with ``torch.library.custom_op`` are found without."""
+    restarts: int = 0
+    """How often workers that die, fail or hang are replaced, so that training continues. With 0 the
+    first fault ends it."""
+    mirror: float = 10.0
+    """Seconds between copies of the state, from which it continues; the steps since then are
+    repeated."""
+    stall: float = 5.0
+    """With ``restarts``, seconds after which workers hang if none of them moves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,7 @@ class WorkerDevice:
 
     def load(self, job: str, program: DeviceProgram, fetch: Fetch) -> None:
         """Begin to run ``program``, with the initial weights that ``fetch`` returns by name."""
+        self.drop()
         self._loaded = self._load(
             job, program, self.links.place(program.kind), lambda at: DeviceState(program, at, fetch)
         )
@@ -311,6 +312,13 @@ class WorkerDevice:
         """Drop the next program."""
         self._next = None
         self.links.gives.pop(self.number, None)
+
+    def drop(self) -> None:
+        """Wait for a program again, after a failed call."""
+        self.abandon()
+        before, self._loaded = self._loaded, None
+        if before is not None:
+            before.close(abandoned=True)
 
     def close(self, *, abandoned: bool = False) -> None:
         """End; training may have been ``abandoned`` with an error."""

@@ -83,6 +83,12 @@ class LocalDevices:
             self._uploads = Uploads(self._where)
         return self._uploads(list(tensors))
 
+    def drop(self) -> None:
+        """After a failed call: the devices wait for a program, and release their connections."""
+        self._graph = self._uploads = None
+        for device in self.devices:
+            device.drop()
+
     def close(self, *, abandoned: bool = False) -> None:
         """End all devices."""
         self._graph = None  # it refers to the communicators

@@ -18,6 +18,7 @@ from torch import Tensor
 from piper.launch.agreement import Agreement
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.local_devices import PerDevice
+from piper.launch.recovery.fault import Recovery
 from piper.program.program import Program
 from piper.runtime.feeding import cut
 
@@ -45,6 +46,11 @@ class WorkerGroup(Protocol):
     @property
     def damaged(self) -> bool:
         """Whether a step failed while it was changing the state."""
+        ...
+
+    @property
+    def recoveries(self) -> Sequence[Recovery]:
+        """The faults from which the devices recovered."""
         ...
 
     @property
@@ -83,6 +89,7 @@ class OneTrainer:
     rank = 0
     trainers = 1
     agreement = None
+    recoveries: Sequence[Recovery] = ()
 
     def once(self, call: Callable[..., T], *mine: Any) -> T:
         return call(*([one] for one in mine))

@@ -76,6 +76,8 @@ class Trainer:
         self._shapes = shapes
         self.steps = 0
         self._worker_group: WorkerGroup | None = group
+        self.recoveries = group.recoveries
+        """The faults from which the workers recovered (``launch(restarts=...)``)."""
         self._saving = PendingSave()
         # runs even without close(); registered after the group's finalizer, so called before it
         weakref.finalize(self, self._saving.settle_late)

@@ -4,17 +4,19 @@ with a failure that names its device, its instruction and the cause."""
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import cloudpickle
 
 from piper.base.errors import CapacityError, PiperError, WorkerError
 from piper.launch.messages.calls import Failure, receive
+from piper.launch.workers.moves import Moves, is_stopped
 from piper.launch.workers.worker_process import GRACE, WorkerProcess
 
 _LOOK = 1.0
@@ -50,8 +52,14 @@ class CallAnswers:
     """The answers of all workers to one call, by device. After a failure the caller has to end all
     workers."""
 
-    def __init__(self, workers: Sequence[WorkerProcess], timeout: float) -> None:
-        self._workers = workers
+    def __init__(
+        self, workers: Sequence[WorkerProcess], timeout: float, stall: float = math.inf
+    ) -> None:
+        """The call fails after ``timeout`` seconds, or ``stall`` seconds in which no worker
+        moves."""
+        self._workers = list(workers)
+        self._moves = Moves(workers)
+        self._stall = stall
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._known: dict[int, Any] = {}
@@ -70,57 +78,74 @@ class CallAnswers:
                 elif worker.process.poll() is not None and not worker.connection.poll():
                     return _death(worker)
             if self._deadline <= now:
-                return _late(self._timeout, waiting)
+                return _late(f"no answer within {self._timeout:g} s", waiting)
+            if self._stall < math.inf and self._moves.seconds_without() > self._stall:
+                return _late(f"no worker has moved for {self._stall:g} s", waiting)
             if end <= now:
                 return None
         return self._known
 
+    def idle(self, workers: Sequence[WorkerProcess], seconds: float) -> list[WorkerProcess]:
+        """After a failure, those of ``workers`` that answer, or fail in turn, within ``seconds``:
+        they can take another call."""
+        end = time.monotonic() + seconds
+        there = [worker for worker in workers if worker.process.poll() is None]
+        while waiting := [w for w in there if w.device not in self._known]:
+            left = max(0.0, end - time.monotonic())
+            if not (ready := wait([worker.connection for worker in waiting], timeout=left)):
+                break
+            for worker in waiting:
+                if worker.connection in ready:
+                    try:
+                        self._known[worker.device] = receive(worker.connection)
+                    except (EOFError, OSError):
+                        there.remove(worker)
+        return [worker for worker in there if worker.device in self._known]
+
     def _receive(self, worker: WorkerProcess) -> FailedCall | None:
         try:
-            answer = receive(worker.connection)
+            answer = self._known[worker.device] = receive(worker.connection)
         except (EOFError, OSError):
             return _death(worker)
         if isinstance(answer, Failure):
-            return _failure(worker, answer, self._workers)
+            return self._failure(worker, answer)
         worker.answered = True
-        self._known[worker.device] = answer
         return None
 
+    def _failure(self, worker: WorkerProcess, failure: Failure) -> FailedCall:
+        """The failure of a worker. A failed communication is most likely a consequence, so first
+        look for its cause in the other workers."""
+        deadline = time.monotonic() + GRACE / 2
+        while failure.consequence and time.monotonic() < deadline:
+            for other in self._workers:
+                if other.process.poll() not in (None, 0):
+                    return _death(other)
+            for other in self._workers:
+                if other.device not in self._known:
+                    message = self._answer_now(other)
+                    if isinstance(message, Failure) and not message.consequence:
+                        worker, failure = other, message
+            time.sleep(0.02)
+        text = f"the worker of device {worker.device} failed{worker.at}: {failure.summary}\n"
+        return FailedCall(text + failure.trace, failure.cause, failure.consequence)
 
-def _late(timeout: float, waiting: Iterable[WorkerProcess]) -> FailedCall:
-    lines = [f"no answer within {timeout:g} s"]
-    lines += [f"  from the worker of device {w.device}{w.at}" for w in waiting]
+    def _answer_now(self, worker: WorkerProcess) -> Any:
+        """The answer of a worker, if it has arrived."""
+        with contextlib.suppress(EOFError, OSError):
+            if worker.connection.poll():
+                self._known[worker.device] = receive(worker.connection)
+        return self._known.get(worker.device)
+
+
+def _late(what: str, waiting: Iterable[WorkerProcess]) -> FailedCall:
+    lines = [what]
+    for worker in waiting:
+        stopped = ", which a signal has stopped" if is_stopped(worker) else ""
+        lines.append(f"  from the worker of device {worker.device}{worker.at}{stopped}")
     return FailedCall("\n".join(lines), consequence=True)
-
-
-def _failure(
-    worker: WorkerProcess, failure: Failure, workers: Sequence[WorkerProcess]
-) -> FailedCall:
-    """The failure of a worker. A failed communication is most likely a consequence, so first look
-    for its cause in the other workers."""
-    deadline = time.monotonic() + GRACE / 2
-    while failure.consequence and time.monotonic() < deadline:
-        for other in workers:
-            if other.process.poll() not in (None, 0):
-                return _death(other)
-        for other in workers:
-            message = _said(other.connection)
-            if isinstance(message, Failure) and not message.consequence:
-                worker, failure = other, message
-        time.sleep(0.02)
-    text = f"the worker of device {worker.device} failed{worker.at}: {failure.summary}\n"
-    return FailedCall(text + failure.trace, failure.cause, failure.consequence)
 
 
 def _death(worker: WorkerProcess) -> FailedCall:
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.process.wait(GRACE)
     return FailedCall(f"the worker of device {worker.device} died{worker.at}: {worker.ended}")
-
-
-def _said(connection: Connection) -> Any:
-    """The next message of a worker, if one has arrived."""
-    with contextlib.suppress(EOFError, OSError):
-        if connection.poll():
-            return receive(connection)
-    return None

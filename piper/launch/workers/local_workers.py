@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from piper.base.errors import WorkerError
 from piper.launch.launch_options import WorkerOptions
 from piper.launch.messages.calls import StoreAddress, WorkerTask, dumped
 from piper.launch.workers.first_failure import CallAnswers
+from piper.launch.workers.moves import is_stopped
 from piper.launch.workers.process_links import refuse_too_few_gpus
 from piper.launch.workers.worker_process import GRACE, WorkerProcess, spawned
 
@@ -77,7 +79,15 @@ class LocalWorkers:
             worker = self.processes[self.devices.index(device)]
             worker.forget_pc()
             worker.send(message)
-        return CallAnswers(self.processes, timeout)
+        watched = self._options.restarts and self.ready
+        return CallAnswers(self.processes, timeout, self._options.stall if watched else math.inf)
+
+    def keep_idle(self, answers: CallAnswers) -> None:
+        """After a failed call, keep the workers that can take another one, and end the others. The
+        stopped ones are ended first: those that wait for them fail then."""
+        self._remove([worker for worker in self.processes if is_stopped(worker)])
+        idle = answers.idle(self.processes, GRACE)
+        self._remove([worker for worker in self.processes if worker not in idle])
 
     def _retire(self, workers: Sequence[WorkerProcess]) -> None:
         """End some of the workers."""
@@ -87,10 +97,17 @@ class LocalWorkers:
         for worker in workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
+        self._remove(workers)
+
+    def _remove(self, workers: Sequence[WorkerProcess]) -> None:
+        """Kill some of the workers."""
+        for worker in workers:
             worker.process.kill()
+        for worker in workers:
             worker.process.wait()
             worker.release()
             self.processes.remove(worker)
+            self._started.remove(worker.process)
 
     def close(self) -> None:
         """End all workers. Those that wait for a call exit by themselves, others are killed."""

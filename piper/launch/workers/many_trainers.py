@@ -16,11 +16,14 @@ from piper.base.errors import PiperError
 from piper.launch.device.report import Refusal
 from piper.launch.device.worker_group import T
 from piper.launch.messages.pickling import Pickled, by_value, received
+from piper.launch.recovery.fault import Recovery
 from piper.launch.watch.clock import seconds_ahead
 
 
 class ManyTrainers:
     """The part of a worker group that is the same wherever several processes have a trainer."""
+
+    recoveries: Sequence[Recovery] = ()
 
     def __init__(self, timeout: float) -> None:
         """``timeout`` is the seconds that one collective may take."""

@@ -9,6 +9,7 @@ standard input is a pipe that the parent holds open: when it closes, the worker 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import mmap
 import os
@@ -95,7 +96,18 @@ def _serve(connection: Connection, folder: Path) -> None:
         call.flags.set()
         if torch.get_num_threads() != call.threads:
             torch.set_num_threads(call.threads)
-        answer = _called(local, monitor, call)
+        try:
+            answer = _called(local, monitor, call)
+        except Exception as error:
+            if not task.options.restarts:
+                raise
+            answer = _failure(error)
+        if isinstance(answer, Failure):
+            _answer(connection, answer)
+            progress.forget()
+            local.drop()
+            gc.collect()  # connections end with the last reference, and then the others fail, too
+            continue
         progress.publish()
         if monitor is None and not device.waits and device.state.where.type == "cuda":
             monitor = _monitor(device, task.options.timeout, connection)
@@ -137,6 +149,10 @@ class _Progress:
         with (folder / f"at.{device.number}").open("r+b") as file:
             self._at = memoryview(mmap.mmap(file.fileno(), 16)).cast("q")
         self._known: tuple[Any, int] = None, 0
+
+    def forget(self) -> None:
+        """The device has no plans any more."""
+        self._known = None, 0
 
     def publish(self) -> None:
         """Write the names if the device has other plans."""

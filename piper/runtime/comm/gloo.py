@@ -102,9 +102,11 @@ class Gloo:
         self._to_self: dict[int, Tensor] = {}
 
     def close(self) -> None:
-        """End the streams' threads."""
+        """End the streams' threads, and release the communicators: a connection ends with the last
+        reference to its communicator."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
+        self._backends.clear()
 
     def send(self, node: int, stream: str, to: int) -> Begin:
         if to == self._device:

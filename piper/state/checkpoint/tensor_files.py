@@ -103,8 +103,9 @@ def laid_out(file: str, slices: Iterable[Slice]) -> tuple[bytes, list[tuple[Slic
 
 
 def write_file(path: Path, slices: Iterable[Slice]) -> tuple[FileFacts, list[Slice]]:
-    """Writes a new safetensors file at ``path`` and syncs it to disk. Returns its facts, and its
-    slices in it."""
+    """Writes a new safetensors file at ``path`` and syncs it to disk; one that an earlier attempt
+    left there is removed. Returns its facts, and its slices in it."""
+    path.unlink(missing_ok=True)
     written = []
     with Writer.opened(path.parent) as out:
         facts, placed = out.create(path.name, slices)

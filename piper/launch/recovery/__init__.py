@@ -1,0 +1,1 @@
+"""Faults of workers from which a run recovers."""

@@ -1,0 +1,166 @@
+"""A worker group that replaces workers which die, fail or hang, and goes on as if they had not.
+
+It copies the state from time to time, and notes every later call that changes the state. After a
+fault new processes take the places of the lost ones, all devices read the copy, the noted calls are
+made again, and then the one that failed. A step is a function of the state and the batch, so the
+losses are those of a run without faults, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper.base.errors import PiperError, WorkerError, warn
+from piper.launch.device.device import WorkerDevice
+from piper.launch.device.worker_group import BatchRows, OneTrainer
+from piper.launch.recovery.fault import Recovery
+from piper.launch.recovery.mirror import Mirror
+from piper.launch.running import start
+from piper.launch.workers.processes import ProcessWorkerGroup
+from piper.program.program import Program
+
+_STEPS = (WorkerDevice.step, WorkerDevice.profile)
+_CHANGING = (
+    *_STEPS,
+    WorkerDevice.restore,
+    WorkerDevice.read_part,
+    WorkerDevice.swap_averages,
+    WorkerDevice.begin_part,
+)
+"""Methods that change what a device holds."""
+_SWITCHING = (
+    WorkerDevice.give,
+    WorkerDevice.prepare,
+    WorkerDevice.finish,
+    WorkerDevice.take,
+    WorkerDevice.abandon,
+)
+"""Methods of a switch, in which a fault still ends the run."""
+
+
+class RecoveringGroup(OneTrainer):
+    """A group of worker processes that outlives faults."""
+
+    damaged = False  # a failed step is undone
+
+    def __init__(self, group: ProcessWorkerGroup, program: Program) -> None:
+        """``group`` runs ``program``."""
+        self._group = group
+        self._program: Program | None = program
+        """None after a switch, until the next batch says to which."""
+        self._mirror = Mirror(group, group.workers.folder, group.options.mirror)
+        self._since: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        """The calls since the last copy that changed the state."""
+        self._is_saving = False
+        """Whether a background save is under way, for which a call since the last copy is kept."""
+        self._restarts = group.options.restarts
+        self.recoveries = self._recoveries = list[Recovery]()
+
+    @property
+    def devices(self) -> list[int]:
+        return self._group.devices
+
+    def seat(self, devices: Iterable[int], kind: torch.device) -> None:
+        self._group.seat(devices, kind)
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._group.close(error)
+
+    def call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if method in _SWITCHING:
+            return self._switch(method, *arguments)
+        for rows in arguments:
+            if isinstance(rows, BatchRows):
+                self._program = rows.program
+        answers = self._recovered(lambda: self._make(method, *arguments))
+        if method in _CHANGING:
+            self._since.append((method, tuple(_kept(x) for x in arguments)))
+        if method in (WorkerDevice.begin_part, WorkerDevice.written_part):
+            self._is_saving = method is WorkerDevice.begin_part
+        return answers
+
+    def _make(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if method in _STEPS and self._mirror.is_due and not self._is_saving:
+            self._copy()
+        return self._group.call(method, *arguments)
+
+    def _copy(self) -> None:
+        """Copy the state: the calls until now need not be made again."""
+        assert self._program is not None
+        is_first = self._mirror.is_empty
+        why = self._mirror.copy(self._program)
+        if why is None:
+            self._since.clear()
+        elif is_first:
+            raise PiperError(f"the state cannot be copied, as restarts= needs it: {why}")
+        else:
+            warn(f"the state cannot be copied now, so a fault repeats more steps: {why}")
+
+    def _switch(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        try:
+            answers = self._group.call(method, *arguments)
+        except WorkerError:
+            self._group.workers.end()
+            raise
+        if method is WorkerDevice.take:
+            self._program = None
+            self._mirror.forget()
+            self._since.clear()
+        return answers
+
+    def _recovered(self, call: Callable[[], list[Any]]) -> list[Any]:
+        """The answers to ``call``, repeated after each fault."""
+        last = None
+        while True:
+            try:
+                return call()
+            except WorkerError as error:
+                fault: WorkerError | None = error
+            while fault is not None:
+                if self._program is None or not self._restarts or _cause(fault) == last:
+                    self._group.workers.end()
+                    raise fault
+                last = _cause(fault)
+                fault = self._recover(fault)
+
+    def _recover(self, fault: WorkerError) -> WorkerError | None:
+        """Bring all devices to the state in which ``fault`` found them; returns another fault that
+        happened meanwhile."""
+        begun, self._restarts = time.monotonic(), self._restarts - 1
+        before = {worker.process.pid for worker in self._group.workers.processes}
+        assert self._program is not None
+        try:
+            start(self._group, self._program)
+            if not self._mirror.is_empty:
+                self._mirror.restore()
+            for method, arguments in self._since:
+                self._group.call(method, *arguments)
+        except WorkerError as error:
+            return error
+        workers = self._group.workers.processes
+        new = tuple(worker.device for worker in workers if worker.process.pid not in before)
+        why = str(fault).splitlines()[0]
+        self._recoveries.append(Recovery(why, new, len(self._since), time.monotonic() - begun))
+        left, given = self._restarts, self._group.options.restarts
+        warn(f"{why}; training continues ({left} left of restarts={given})")
+        return None
+
+
+def _cause(fault: WorkerError) -> str:
+    """What failed. If it fails again at once, the reason is in the program, not in a worker."""
+    return str(fault).splitlines()[0]
+
+
+def _kept(argument: Any) -> Any:
+    """An argument that does not change when the caller's tensors do."""
+    if isinstance(argument, BatchRows):
+        return replace(argument, batch=[x.clone() for x in argument.batch])
+    if isinstance(argument, dict):
+        return {k: x.clone() if isinstance(x, Tensor) else x for k, x in argument.items()}
+    return argument
