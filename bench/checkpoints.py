@@ -84,7 +84,7 @@ def trainer_of(mb: int, x: Tensor, strategy: piper.Strategy) -> piper.Trainer:
 
 def _device(trainer: piper.Trainer) -> WorkerDevice:
     """The device of this rank."""
-    local = trainer._session.devices.local
+    local = trainer._worker_group.local
     assert local is not None
     return local.devices[0]
 

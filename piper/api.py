@@ -24,7 +24,7 @@ from piper.ir.plan.memory import Memory
 from piper.launch.launch import launch
 from piper.launch.trainer.trainer import Trainer
 from piper.launch.verify import Verification, verify
-from piper.lower.plans.traffic import Traffic
+from piper.lower.traffic import Traffic
 from piper.program.compile.compiler import Capture, capture, compile
 from piper.program.job import Job
 from piper.program.program import Program

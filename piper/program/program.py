@@ -22,7 +22,7 @@ from piper.ir.dag.build import build
 from piper.ir.dag.layout_text import layouts_text
 from piper.ir.dag.sizes import Sizes
 from piper.lower.background_copies import saving
-from piper.lower.plans.traffic import Traffic, traffic_of
+from piper.lower.traffic import Traffic, traffic_of
 from piper.lower.waste import Waste, waste_of, waste_text
 from piper.program import storage
 from piper.program.compiled import Compiled

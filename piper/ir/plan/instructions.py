@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -203,7 +204,7 @@ class PlanParts(NamedTuple):
     """The fields of a ``Plan``."""
 
     devices: Group
-    instructions: tuple[Instruction, ...]
+    instructions: Sequence[Instruction]
     given: tuple[Given, ...]
     seeds: tuple[Seed, ...]
     slots: tuple[Slot, ...]

@@ -7,6 +7,7 @@ adds to, holds and frees; and the content of each slot. No reader derives any of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from piper.ir.ops import Group
@@ -19,7 +20,7 @@ class Plan:
     """The instructions of one class of devices for one step."""
 
     devices: Group
-    instructions: tuple[Instruction, ...]
+    instructions: Sequence[Instruction]
     given: tuple[Given, ...]
     seeds: tuple[Seed, ...]
     slots: tuple[Slot, ...]

@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from piper.base.errors import PiperError
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.ragged import first_of_each
 from piper.ir.dag.values import Content, Role
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
+from piper.ir.plan.columns import Columns
 from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.ir.plan.plan import Plan
 from piper.ir.plan.rank_classes import RankClasses
@@ -22,9 +26,11 @@ from piper.ir.plan.rank_classes import RankClasses
 
 def verify_plans(dag: Dag, classes: RankClasses, plans: Sequence[Plan]) -> None:
     """Raise a ``PiperError`` if the plans together are not one step of ``dag``."""
-    for plan in plans:
-        _slots(plan)
-    _communications(dag, classes, plans)
+    columns = [Columns.of(plan.instructions) for plan in plans]
+    for plan, x in zip(plans, columns, strict=True):
+        if (fault := _slots_fault(plan, x)) is not None:
+            raise _fault(f"devices {plan.devices[:4]} {fault}")
+    _communications(dag, classes, columns)
     _gradients(dag)
 
 
@@ -32,70 +38,79 @@ def _fault(what: str) -> PiperError:
     return PiperError(f"the compiler made an invalid plan: {what}; please report this")
 
 
-def _slots(plan: Plan) -> None:
-    """Slots are written before they are read, and freed once; no instruction waits for a later
-    one."""
-    if (fault := _slots_fault(plan)) is not None:
-        raise _fault(f"devices {plan.devices[:4]} {fault}")
+def _slots_fault(plan: Plan, x: Columns) -> str | None:
+    """What is wrong with the slots and waits of a plan, if anything: a slot is written before it is
+    read, and freed once; no instruction waits for a later one."""
+    never = len(x)
+    written = x.allocates.followed_by(x.writes)
+    born = first_of_each(written.items, len(plan.slots))
+    born = np.where(born < 0, never, np.append(written.row_of, never)[born])
+    born[list(plan.first_slots)] = -1
+    freed = np.full(len(plan.slots), never)
+    freed[x.frees.items] = x.frees.row_of
+    used = x.reads.followed_by(x.adds)
+    wrong = (born[used.items] >= used.row_of) | (freed[used.items] < used.row_of)
+    if wrong.any():
+        return f"read at {used.row_of[wrong][0]} what nothing has written"
+    if (late := x.waits.items >= x.waits.row_of).any():
+        return f"wait at {x.waits.row_of[late][0]} for what comes later"
+    wrong = (freed[x.frees.items] != x.frees.row_of) | (born[x.frees.items] > x.frees.row_of)
+    wrong |= np.bincount(x.frees.items, minlength=len(plan.slots))[x.frees.items] > 1
+    if wrong.any():
+        return f"free slot {x.frees.items[wrong][0]} twice"
+    if (wrong := freed[written.items] < written.row_of).any():
+        return f"write slot {written.items[wrong][0]}, which is free"
+    kept = (born < never) & (freed == never)
+    returned = [returned.slot for returned in plan.returned]
+    if not kept[returned].all():
+        return f"return one of the slots {returned[:4]}, which is free"
+    kept[returned] = False
+    return f"never free slots {np.flatnonzero(kept)[:4].tolist()}" if kept.any() else None
 
 
-def _slots_fault(plan: Plan) -> str | None:
-    """What is wrong with the slots and waits of a plan, if anything."""
-    live = set(plan.first_slots)
-    for pc, x in enumerate(plan.instructions):
-        if not live.issuperset((*x.reads, *x.adds)):
-            return f"read at {pc} what nothing has written"
-        live.update((*x.allocates, *x.writes))
-        for other in x.waits:
-            if other >= pc:
-                return f"wait at {pc} for what comes later"
-        for slot in x.frees:
-            if slot not in live:
-                return f"free slot {slot} twice at {pc}"
-            live.discard(slot)
-    for returned in plan.returned:
-        if returned.slot not in live:
-            return f"return slot {returned.slot}, which is free"
-        live.discard(returned.slot)
-    return f"never free slots {sorted(live)[:4]}" if live else None
-
-
-def _communications(dag: Dag, classes: RankClasses, plans: Sequence[Plan]) -> None:
+def _communications(dag: Dag, classes: RankClasses, plans: Sequence[Columns]) -> None:
     """All participants are present, and the members of a communicator use it in one order.
 
     A communicator belongs to a stream and either a group or one direction between two devices.
     Messages arrive in the order in which they are sent, whatever the receives wait for. So sender
     and receiver must agree on the order of all messages between them, also across groups.
     """
-    participants: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # the classes of each endpoint
-    there: Counter[int] = Counter()
-    sequences: defaultdict[tuple[object, ...], dict[object, list[int]]] = defaultdict(dict)
-    for c, plan in enumerate(plans):
-        for x in plan.instructions:
-            if x.verb not in COMMUNICATING:
-                continue
-            there[x.node] += 1
-            node = dag.nodes[x.node]
-            key = tuple(map(id, node.endpoints))
-            if key not in participants:
-                participants[key] = [classes.touched(group) for group in node.endpoints]
-            sides = participants[key]
-            if x.verb is Verb.SEND:
-                used: list[tuple[object, ...]] = [(node.stream, c, other) for other in sides[1]]
-            elif x.verb is Verb.RECV:
-                used = [(node.stream, other, c) for other in sides[0]]
-            else:
-                used = [(node.stream, key)]
-            for communicator in used:
-                sequences[communicator].setdefault((x.verb, c), []).append(x.node)
+    numbers: dict[tuple[object, ...], int] = {}  # of the communications of a stream and groups
+    sides: list[list[tuple[int, ...]]] = []  # the classes of each group
+    streams: list[str] = []
+    kinds = np.full(len(dag.nodes), -1)
     for number, node in enumerate(dag.nodes):
         if isinstance(node.op, Transfer | Collective):
-            sides = participants.get(tuple(map(id, node.endpoints)), [])
-            if there[number] != sum(map(len, sides)) or not sides:
-                raise _fault(f"node {number} lacks some of its participants")
-    for (stream, *_), rows in sequences.items():
-        if len({tuple(row) for row in rows.values()}) > 1:
-            raise _fault(f"the communications on stream {stream!r} are entered in several orders")
+            key = node.stream, *map(id, node.endpoints)
+            kinds[number] = kind = numbers.setdefault(key, len(numbers))
+            if kind == len(sides):
+                sides.append([classes.touched(group) for group in node.endpoints])
+                streams.append(node.stream)
+    there = np.zeros(len(dag.nodes), np.int64)
+    sequences: defaultdict[tuple[object, ...], set[bytes]] = defaultdict(set)
+    for c, x in enumerate(plans):
+        for verb in COMMUNICATING:
+            nodes = x.nodes[x.among(frozenset((verb,)))]
+            there += np.bincount(nodes, minlength=len(there))
+            used: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+            for kind in np.unique(kinds[nodes]).tolist():
+                if verb is Verb.COLLECTIVE:
+                    used[kind,].append(kind)
+                    continue
+                for other in sides[kind][verb is Verb.SEND]:
+                    pair = (c, other) if verb is Verb.SEND else (other, c)
+                    used[streams[kind], *pair].append(kind)
+            for communicator, mine in used.items():
+                sequences[communicator].add(nodes[np.isin(kinds[nodes], mine)].tobytes())
+                if len(sequences[communicator]) > 1:
+                    raise _fault(
+                        f"the communications on stream {streams[mine[0]]!r} are entered in several "
+                        "orders"
+                    )
+    wanted = np.array([sum(map(len, groups)) for groups in sides], np.int64)
+    lacking = np.flatnonzero((kinds >= 0) & (there != np.append(wanted, 0)[kinds]))
+    if len(lacking):
+        raise _fault(f"node {lacking[0]} lacks some of its participants")
 
 
 def _gradients(dag: Dag) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Role
-from piper.ir.plan.instructions import MemoryKind, Slot, Verb
+from piper.ir.plan.instructions import MemoryKind, Slot
 
 LINE = 64
 """Alignment in bytes of gradients that accumulate separately."""
@@ -23,27 +23,17 @@ class Accumulation:
 
     def __init__(self, dag: Dag, sizes: Sizes) -> None:
         self._dag, self._sizes = dag, sizes
-        self._times: Counter[int] = Counter()
         self._reductions: defaultdict[int, list[int]] = defaultdict(list)
         """For each gradient value, the reductions in whose buffers it is, by the values they
         make."""
         self._names: dict[int, tuple[str, ...]] = {}
         """For each such reduction, the parameters whose gradients are in its buffer."""
 
-    def add(self, verb: Verb, reads: Sequence[int], writes: Sequence[int]) -> bool:
-        """Record the reads and writes of an instruction. True if it reduces gradients that
+    def reduces(self, reads: Sequence[int], made: int) -> bool:
+        """Record a reduction, or another sum over devices. True if it reduces gradients that
         accumulate in one buffer."""
-        if verb is Verb.COMPUTE:
-            for value in writes:
-                if self._dag.role(value) in PARAMETER_GRADIENTS:
-                    self._times[value] += 1
-        if (
-            verb is not Verb.COLLECTIVE
-            or not reads
-            or self._dag.role(reads[0]) not in PARAMETER_GRADIENTS
-        ):
+        if not reads or self._dag.role(reads[0]) not in PARAMETER_GRADIENTS:
             return False  # a second reduction reads sums
-        (made,) = writes
         extra = self._dag.extra[made - self._dag.first_extra]
         if extra.content is not Content.GRADIENTS:
             return False  # a norm
@@ -60,10 +50,6 @@ class Accumulation:
     def buffers(self, value: int) -> list[int]:
         """The reductions whose buffers hold a value."""
         return self._reductions.get(value, [])
-
-    def repeated(self, value: int) -> bool:
-        """Whether a gradient value is made more than once, so that it accumulates."""
-        return self._times[value] > 1
 
     def names(self, value: int) -> tuple[str, ...]:
         """The parameters whose gradients a value holds."""

@@ -1,19 +1,25 @@
 """The memory of a plan over time: persistent state, slots from when they are written until they are
-freed, and the temporary memory of each instruction."""
+freed, and the temporary memory of each instruction.
+
+An instruction first completes communications, one after another. Then it allocates slots, runs, and
+frees slots. So a plan is a list of changes of memory, each with its time.
+"""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Mapping
+import numpy as np
 
 from piper.ir.dag.dag import Dag
+from piper.ir.dag.ragged import Ints
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Compute
-from piper.ir.plan.instructions import BESIDE, MemoryKind
+from piper.ir.plan.columns import Columns
+from piper.ir.plan.instructions import MemoryKind, Verb
 from piper.ir.plan.memory import Memory
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import OptimizerCost
+
+_KINDS = tuple(MemoryKind)
 
 
 def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> Memory:
@@ -22,60 +28,99 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
     buckets = [
         i for i, bucket in enumerate(dag.buckets) if any(mine in group for group in bucket.groups)
     ]
-    parameters = sum(sizes.state(i) for i in buckets)
-    kept = sum(_optimizer(dag, sizes, i, optimizer) for i in buckets)
-    slots = plan.slots
-    book = _Book(
-        {
-            MemoryKind.PARAMETERS: parameters,
-            MemoryKind.OPTIMIZER: kept,
-            MemoryKind.BUFFERS: _buffers(dag, plan),
-        }
+    x = Columns.of(plan.instructions)
+    at_peak = {
+        MemoryKind.PARAMETERS: sum(sizes.state(i) for i in buckets),
+        MemoryKind.OPTIMIZER: sum(_optimizer(dag, sizes, i, optimizer) for i in buckets),
+        MemoryKind.BUFFERS: _buffers(dag, x),
+    }
+    changes = _Changes(plan, x)
+    always = sum(at_peak.values())
+    running = always + changes.total(changes.running) + x.workspace
+    ended = x.at_end[x.ends.items]
+    ending = always + changes.total(changes.ending) + ended
+    most = running.copy()
+    np.maximum.at(most, x.ends.row_of[ended > 0], ending[ended > 0])
+
+    before = np.array([_FIRST + 1])
+    times = np.concatenate((before, changes.ending[ended > 0], changes.running))
+    order = np.argsort(times)
+    busy = np.concatenate((always + changes.total(before), ending[ended > 0], running))[order]
+    extra = np.concatenate(([0], ended[ended > 0], x.workspace))[order]
+    pcs = np.concatenate(([-1], x.ends.row_of[ended > 0], np.arange(len(x))))[order]
+    first = int(np.argmax(busy))
+    at_peak = dict.fromkeys(MemoryKind, 0) | at_peak | {MemoryKind.WORKSPACE: int(extra[first])}
+    for kind, nbytes in changes.by_kind(times[order][first]).items():
+        at_peak[kind] += nbytes
+    return Memory(
+        plan.devices,
+        at_peak[MemoryKind.PARAMETERS],
+        at_peak[MemoryKind.OPTIMIZER],
+        int(busy[first]),
+        int(pcs[first]),
+        at_peak,
+        tuple(zip(most.tolist(), (always + changes.total(changes.after)).tolist(), strict=True)),
     )
-    live = set(plan.first_slots)
-    for slot in live:
-        book.add(slots[slot].holder, slots[slot].own)
-    book.look(-1)
-    over_time = []
-    ends = {c: pc for pc, x in enumerate(plan.instructions) for c in x.ends}
 
-    def end_of(pc: int) -> float:
-        return ends.get(pc, math.inf)
 
-    kinds = [slot.holder for slot in slots]
-    own = [slot.own for slot in slots]
-    holders: dict[int, int] = {}
-    """By slot, the communication in progress that holds it and ends last."""
-    released: defaultdict[int, list[int]] = defaultdict(list)
-    """By communication, the freed slots that it holds until it ends."""
-    for pc, x in enumerate(plan.instructions):
-        most = 0
-        for other in x.ends:
-            ended = plan.instructions[other]
-            if ended.at_end:
-                most = max(most, book.look(pc, ended.at_end))
-            book.add(MemoryKind.COMMUNICATION, -ended.beside)
-            for slot in released.pop(other, ()):
-                book.add(kinds[slot], -own[slot])
-        for slot in (*x.allocates, *x.writes):
-            if slot not in live:
-                live.add(slot)
-                book.add(kinds[slot], own[slot])
-        if x.verb in BESIDE:
-            book.add(MemoryKind.COMMUNICATION, x.beside)
-            for slot in x.holds:
-                holders[slot] = max(holders.get(slot, pc), pc, key=end_of)
-        most = max(most, book.look(pc, x.workspace))
-        for slot in x.frees:
-            live.remove(slot)
-            holder = holders.pop(slot, None)
-            if holder is not None and end_of(holder) > pc:
-                released[holder].append(slot)
-            else:
-                book.add(kinds[slot], -own[slot])
-        over_time.append((most, book.total))
-    at_peak = {holder: book.at_peak.get(holder, 0) for holder in MemoryKind}
-    return Memory(plan.devices, parameters, kept, book.peak, book.at, at_peak, tuple(over_time))
+_FIRST, _NEVER = -2, np.iinfo(np.int64).max
+"""The times at which a step's first slots are filled, and of what does not happen."""
+_PASSES = frozenset((Verb.COMPUTE,))
+
+
+class _Changes:
+    """The changes of memory during a plan. Times are numbers; an instruction has several."""
+
+    def __init__(self, plan: Plan, x: Columns) -> None:
+        count = len(x)
+        steps = int(x.ends.lengths.max(initial=0)) + 3
+        pcs = np.arange(count) * steps
+        nth = np.arange(len(x.ends.items)) - x.ends.starts[x.ends.row_of]
+        completed = 2 * (pcs[x.ends.row_of] + nth)
+        self.ending = completed - 1
+        """When each completed communication is about to free what it holds."""
+        allocated = 2 * (pcs + steps - 3)
+        self.running = 2 * (pcs + steps - 2)
+        """When each instruction runs."""
+        freed = 2 * (pcs + steps - 1)
+        self.after = freed + 1
+
+        born = np.full(len(plan.slots), _NEVER)
+        born[x.writes.items[::-1]] = allocated[x.writes.row_of[::-1]]
+        born[x.allocates.items] = np.minimum(born[x.allocates.items], allocated[x.allocates.row_of])
+        born[list(plan.first_slots)] = _FIRST
+        died, left = np.full((2, len(plan.slots)), _NEVER)
+        died[x.frees.items], left[x.frees.items] = freed[x.frees.row_of], x.frees.row_of
+        ends, done = np.full((2, count), _NEVER)
+        ends[x.ends.items], done[x.ends.items] = x.ends.row_of, completed
+        holder = np.full(len(plan.slots), -1)
+        order = np.lexsort((-x.holds.row_of, ends[x.holds.row_of]))
+        holder[x.holds.items[order]] = x.holds.row_of[order]  # the one that ends last
+        late = (holder >= 0) & (ends[holder] > left)
+        died[late] = done[holder[late]]
+
+        kinds = np.array([_KINDS.index(slot.holder) for slot in plan.slots], np.int64)
+        own = np.array([slot.own for slot in plan.slots], np.int64)
+        communication = np.full(count, _KINDS.index(MemoryKind.COMMUNICATION))
+        times = np.concatenate((born, died, allocated, done))
+        order = np.argsort(times)
+        self._times = times[order]
+        self._nbytes = np.concatenate((own, -own, x.beside, -x.beside))[order]
+        self._kinds = np.concatenate((kinds, kinds, communication, communication))[order]
+        self._totals = np.concatenate(([0], np.cumsum(self._nbytes)))
+
+    def total(self, times: Ints) -> Ints:
+        """The bytes in use at each of ``times``."""
+        total: Ints = self._totals[np.searchsorted(self._times, times)]
+        return total
+
+    def by_kind(self, time: int) -> dict[MemoryKind, int]:
+        """The bytes in use at a time, by kind."""
+        past = self._times < time
+        return {
+            kind: int(self._nbytes[past & (self._kinds == i)].sum())
+            for i, kind in enumerate(_KINDS)
+        }
 
 
 def _optimizer(dag: Dag, sizes: Sizes, bucket: int, cost: OptimizerCost) -> int:
@@ -84,30 +129,9 @@ def _optimizer(dag: Dag, sizes: Sizes, bucket: int, cost: OptimizerCost) -> int:
     return sizes.optimizer(bucket, cost.state) + scalars
 
 
-def _buffers(dag: Dag, plan: Plan) -> int:
+def _buffers(dag: Dag, x: Columns) -> int:
     """Bytes of the buffers and constants that the passes of a plan read."""
-    chunks = {x.op.chunk for x in plan.instructions if isinstance(x.op, Compute)}
+    ops = (dag.nodes[number].op for number in x.nodes[x.among(_PASSES)].tolist())
+    chunks = {op.chunk for op in ops if isinstance(op, Compute)}
     names = {name for chunk in chunks for name in dag.model.chunks[chunk].buffers}
     return sum(dag.model.buffers.get(name, 0) for name in names)
-
-
-class _Book:
-    """Bytes in use by memory kind, and their peak."""
-
-    def __init__(self, held: Mapping[MemoryKind, int]) -> None:
-        self.held = {**dict.fromkeys(MemoryKind, 0), **held}
-        self.total = sum(held.values())
-        self.peak, self.at = -1, -1
-        self.at_peak: Mapping[MemoryKind, int] = {}
-
-    def add(self, holder: MemoryKind, nbytes: int) -> None:
-        self.held[holder] += nbytes
-        self.total += nbytes
-
-    def look(self, pc: int, workspace: int = 0) -> int:
-        """The bytes in use now plus ``workspace``, which update the peak."""
-        busy = self.total + workspace
-        if busy > self.peak:
-            self.peak, self.at = busy, pc
-            self.at_peak = {**self.held, MemoryKind.WORKSPACE: workspace}
-        return busy

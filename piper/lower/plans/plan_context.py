@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
+import numpy as np
+
 from piper.ir.dag.dag import Dag, Node, named
+from piper.ir.dag.ragged import Ragged
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Role
 from piper.ir.ops import Add, Compute, Group, Select, Transfer, Update
@@ -56,11 +59,28 @@ class PlanContext:
         self.optimizer = optimizer
         self.gpu = gpu
         self.sums = _sums(dag)
+        """For each value that accumulates with others in one slot, the first of them."""
+        leaders = np.arange(dag.first_extra + len(dag.extra))
+        leaders[list(self.sums)] = list(self.sums.values())
+        self._first_buffer = len(leaders)
+        self.numbered = len(leaders) + len(dag.extra)
+        """The number of values and possible buffers."""
+        self.reads = Ragged.of([*(node.reads for node in dag.nodes), ()])
+        """The values that each node reads; then an empty row."""
+        writes = Ragged.of([*(node.writes for node in dag.nodes), ()])
+        self.writes = writes.with_items(leaders[writes.items])
+        """The values that each node makes, or the first of their sums; then an empty row."""
+        self.after = Ragged.of([node.after for node in dag.nodes])
         self._names: dict[int, str] = {}
         self._axes: dict[int, tuple[tuple[str, int, int], ...]] = {}
         self._first_extra = dag.first_extra
         self._rows: dict[tuple[int, int], RowShards] = {}
         self._slots: dict[tuple[MemoryKind, int, int | None], Slot] = {}
+
+    def buffer(self, made: int) -> int:
+        """The number of the gradient accumulation buffer of the reduction that makes a value: it
+        differs from every value."""
+        return self._first_buffer + made - self._first_extra
 
     def rows(self, node: Node) -> RowShards:
         """The devices that shard the rows of a node's computation. Equal ones are one object."""

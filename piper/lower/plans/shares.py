@@ -4,12 +4,19 @@ one share, a transfer two: to send and to receive.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Node, words_of
+from piper.ir.dag.node_kinds import NodeKinds
+from piper.ir.dag.ragged import Bools, Ints, Ragged
 from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Role
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Add, Collective, Compute, Group, Select, Transfer
+from piper.ir.plan.columns import VERBS
 from piper.ir.plan.instructions import COMMUNICATING, NO_ROWS, RowShards, Slot, Verb
 from piper.lower.plans.plan_context import PlanContext
 
@@ -40,20 +47,65 @@ class NodeShare:
     slots: tuple[Slot | None, ...]
     """The slot of each value that it makes; None for gradients of parameters: where they lie
     depends on other instructions."""
-    fresh: tuple[Slot, ...]
-    """The same if every value is new: nothing is added to it, and it overwrites nothing."""
     given: bool
     """Whether it reads tensors of the batch, or seeds."""
-    gradients: bool
-    """Whether it makes gradients of parameters, or sums of them."""
     early: bool
     """Whether it receives a message so small that it may be received early."""
     limit: int
     """How many of these may be in progress on a stream; 0 for no limit."""
-    computes: bool
-    communicates: bool
-    moves_value: bool
-    """Whether it communicates a value of the model."""
+    in_turn: bool
+    """Whether it may read row counts that its own stream delivers just before."""
+    overwrites: bool
+    """Whether it may overwrite its input with its result."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether it updates parameters, or communicates state or scalars."""
+        return self.verb is Verb.UPDATE or self.content not in (None, Content.VALUE)
+
+
+class ShareTable:
+    """The shares of all nodes, as arrays by number."""
+
+    def __init__(self, shared: PlanContext, kinds: NodeKinds) -> None:
+        classes = len(shared.touched.classes.members)
+        self._node_kinds = np.array(kinds.of, np.int64)
+        self._of = np.full((classes, len(kinds.examples), 2), -1)
+        """By class and kind; a class may send and receive."""
+        self.shares: list[NodeShare] = []
+        for kind, node in enumerate(kinds.nodes):
+            for side, share in enumerate(shares_of(shared, node)):
+                self._of[list(share.classes), kind, side] = len(self.shares)
+                self.shares.append(share)
+        slots: EqualNumbers[Slot] = EqualNumbers()
+        self.kinds = Ragged.of(
+            [[-1 if s is None else slots.of(s) for s in x.slots] for x in self.shares]
+        )
+        """For each value that is made, its slot in ``slots``; -1 for gradients of parameters."""
+        self.slots = slots.values
+        streams: EqualNumbers[str] = EqualNumbers()
+        self.streams = np.array([streams.of(x.stream) for x in self.shares], np.int64)
+        self.verbs = np.array([VERBS.index(x.verb) for x in self.shares], np.int64)
+        self.limits = np.array([x.limit for x in self.shares], np.int64)
+        self.alone = self._flags(lambda x: x.alone)
+        self.computes = self._flags(lambda x: x.verb is Verb.COMPUTE)
+        self.communicates = self._flags(lambda x: x.verb in COMMUNICATING)
+        self.reads = self._flags(lambda x: x.verb is not Verb.RECV and not x.alone)
+        """Whether they read all that the node reads."""
+        self.writes = self._flags(lambda x: x.verb is not Verb.SEND)
+        self.given = self._flags(lambda x: x.given)
+        self.early = self._flags(lambda x: x.early)
+        self.overwrites = self._flags(lambda x: x.overwrites)
+        self.in_turn = self._flags(lambda x: x.in_turn)
+
+    def _flags(self, of: Callable[[NodeShare], bool]) -> Bools:
+        return np.array([of(x) for x in self.shares], bool)
+
+    def rows(self, c: int, order: Ints) -> tuple[Ints, Ints]:
+        """The nodes among ``order`` in which a class takes part, and its shares of them."""
+        found = self._of[c][self._node_kinds[order]]
+        there = found >= 0
+        return np.repeat(order, 2)[there.ravel()], found[there]
 
 
 def shares_of(shared: PlanContext, node: Node) -> tuple[NodeShare, ...]:
@@ -82,7 +134,6 @@ def _share(shared: PlanContext, node: Node, verb: Verb, stream: str, devices: Gr
     roles = [shared.dag.role(value) for value in node.reads if computes]
     made = node.writes if verb is not Verb.SEND else ()
     slots = tuple([_slot(shared, verb, node, value) for value in made])
-    new = tuple([slot for slot in slots if slot is not None])
     return NodeShare(
         verb=verb,
         stream=stream,
@@ -93,14 +144,11 @@ def _share(shared: PlanContext, node: Node, verb: Verb, stream: str, devices: Gr
         rows=shared.rows(node) if computes else NO_ROWS,
         axes=shared.axes(node.op.chunk) if isinstance(node.op, Compute) else (),
         slots=slots,
-        fresh=() if _may_change(node, content) or len(new) < len(slots) else new,
         given=Role.BATCH in roles or Role.SEED in roles,
-        gradients=any(shared.dag.role(value) in PARAMETER_GRADIENTS for value in node.writes),
         early=verb is Verb.RECV and _early(node.op, slots),
         limit=_UNDER_WAY if verb is Verb.SEND else _scatters(shared, node),
-        computes=computes,
-        communicates=verb in COMMUNICATING,
-        moves_value=content is Content.VALUE,
+        in_turn=isinstance(node.op, Collective) and node.op.in_turn,
+        overwrites=_overwrites(shared, node, content),
     )
 
 
@@ -110,10 +158,12 @@ def _slot(shared: PlanContext, verb: Verb, node: Node, value: int) -> Slot | Non
     return shared.slot(verb, value)
 
 
-def _may_change(node: Node, content: Content | None) -> bool:
-    """Whether an instruction may add to a value, or overwrite its input."""
-    reduces = isinstance(node.op, Collective) and node.op.kind is Move.ALL_REDUCE
-    return reduces or content is Content.GRADIENTS
+def _overwrites(shared: PlanContext, node: Node, content: Content | None) -> bool:
+    if not isinstance(node.op, Collective) or node.op.kind is not Move.ALL_REDUCE:
+        return False
+    return content is Content.GRADIENTS or (
+        content is Content.VALUE and shared.private(node.reads[0])
+    )
 
 
 def _early(op: object, slots: tuple[Slot | None, ...]) -> bool:

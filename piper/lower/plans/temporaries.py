@@ -3,20 +3,52 @@ communication holds until it ends. Plans state it, so the memory model only adds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 from msgspec import structs
 
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import PassFacts
+from piper.ir.dag.ragged import Ints, Ragged
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Compute, Transfer, Update
 from piper.ir.overlaps import most_overlaps, scattered
+from piper.ir.plan.columns import Columns
 from piper.ir.plan.instructions import Instruction, MemoryKind, Slot, Verb
 from piper.ir.rules import OptimizerCost
+
+
+def with_temporaries(
+    columns: Columns,
+    keys: Sequence[Hashable],
+    made: Callable[[Ints], Sequence[Instruction]],
+    completed: Callable[[Instruction], Instruction],
+) -> Columns:
+    """``columns`` with the temporary memory of each instruction. It is the same for instructions
+    with equal ``keys``, so the first of each is ``made`` and ``completed``."""
+    examples: dict[Hashable, int] = {}
+    for pc, key in enumerate(keys):
+        examples.setdefault(key, pc)
+    numbers = {key: i for i, key in enumerate(examples)}
+    which = np.fromiter((numbers[key] for key in keys), np.int64, len(keys))
+    found = [completed(x) for x in made(np.array([*examples.values()], np.int64))]
+    pairs = zip(examples.values(), found, strict=True)
+    own = {pc: x.holds for pc, x in pairs if x.holds not in ((), x.reads)}
+    inputs = np.array([x.holds == x.reads for x in found], bool)[which]
+    reads = columns.reads
+    return replace(
+        columns,
+        holds=reads.only(np.repeat(inputs, reads.lengths)).followed_by(
+            Ragged.sparse(own, len(reads))
+        ),
+        workspace=np.array([x.workspace for x in found], np.int64)[which],
+        beside=np.array([x.beside for x in found], np.int64)[which],
+        at_end=np.array([x.at_end for x in found], np.int64)[which],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +60,7 @@ class Temporaries:
     sizes: Sizes
     optimizer: OptimizerCost
     apart: bool
-    slots: Sequence[Slot]
+    slots: tuple[Slot, ...]
 
     def of(self, x: Instruction) -> Instruction:
         """``x`` with its temporary memory."""

@@ -7,76 +7,106 @@ implied, except for communications: they run beside later instructions of their 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from piper.lower.plans.shares import NodeShare
+import numpy as np
 
-Held = tuple[int, tuple[int, ...]]
-"""The slot of a value, and the last instruction of each stream that wrote it."""
+from piper.ir.dag.ragged import Bools, Ints, Ragged
+
+Pairs = tuple[Ints, Ints]
+"""Program counters, and a number for each."""
 
 
-class Waits:
-    """The instructions issued so far, by program counter."""
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """The instructions of a plan, by program counter."""
 
-    def __init__(self) -> None:
-        self._streams: list[str] = []
-        self._nodes: list[int] = []
-        self._at: dict[int, int] = {}
-        """The last instruction of each node."""
-        self._under_way: set[int] = set()
-        """Communications that no instruction has waited for yet."""
-        self._communications: set[int] = set()
-        self._holding: defaultdict[str, list[int]] = defaultdict(list)
-        """By stream, the communications that may still hold their inputs."""
+    nodes: Ints
+    streams: Ints
+    communicates: Bools
+    limits: Ints
+    """How many such communications may be in progress on a stream; 0 for no limit."""
+    in_turn: Ints
+    """The node that delivers row counts just before, in turn on the same stream; -1 for none."""
 
-    def issue(
-        self,
-        number: int,
-        share: NodeShare,
-        inputs: Iterable[Held],
-        before: Iterable[int],
-        after: Iterable[int],
-        in_turn: int | None,
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Add the next instruction. Returns the instructions that it waits for, and those of them
-        that it completes. It waits for the last instruction on each other stream of those that
-        wrote its ``inputs``, those ``before`` it and those of nodes ``after`` which it runs, and
-        for communications that bring its inputs, except the node ``in_turn``."""
-        streams, stream, pc = self._streams, share.stream, len(self._streams)
-        last: dict[str, int] = {}
-        waits: list[int] = []
-        for _, makers in inputs:
-            for maker in makers:
-                other = streams[maker]
-                if other != stream and last.get(other, -1) < maker:
-                    last[other] = maker
-            brought = bool(makers) and makers[-1] in self._communications
-            if brought and self._nodes[makers[-1]] != in_turn:
-                waits.append(makers[-1])
-        for maker in (*before, *[self._at[node] for node in after if node in self._at]):
-            other = streams[maker]
-            if other != stream and last.get(other, -1) < maker:
-                last[other] = maker
-        if share.limit:
-            row = self._holding[stream]
-            row.append(pc)
-            waits += row[: -share.limit]
-            del row[: -share.limit]
-        ends: tuple[int, ...] = ()
-        waited: tuple[int, ...] = ()
-        if last or waits:
-            waited = tuple(sorted({*waits, *last.values()}))
-            ends = tuple([other for other in waited if other in self._under_way])
-            self._under_way.difference_update(ends)
-        if share.communicates:
-            self._under_way.add(pc)
-            self._communications.add(pc)
-        streams.append(stream)
-        self._nodes.append(number)
-        self._at[number] = pc
-        return waited, ends
 
-    def last_of_each(self, pcs: tuple[int, ...], stream: str) -> tuple[int, ...]:
-        """``pcs`` and the instruction issued last, on ``stream``: the last on each stream."""
-        kept = [other for other in pcs if self._streams[other] != stream]
-        return (*kept, len(self._streams) - 1)
+def waits_of(
+    issued: Issued, reads: Pairs, writes: Pairs, before: Pairs, after: Pairs
+) -> tuple[Ragged, Ragged]:
+    """The instructions that each instruction waits for, and those of them that it completes. It
+    waits for the last instruction on each other stream of those that wrote its inputs, those
+    ``before`` it and those of nodes ``after`` which it runs; for communications that bring its
+    inputs, except in turn; and for earlier ones, so that no more than the limit are in progress.
+    ``reads`` and ``writes`` are pairs with values."""
+    streams, count = issued.streams, len(issued.nodes)
+    written = np.sort(_packed(writes[1], writes[0], count))
+    readers, makers = _last_writers(reads, written, count)
+    brought = issued.communicates[makers] & (issued.nodes[makers] != issued.in_turn[readers])
+    made = [(readers, makers), before, *_on_several_streams(issued, reads, written)]
+    at = np.full(max(issued.nodes.max(initial=0), after[1].max(initial=0)) + 1, -1)
+    at[issued.nodes] = np.arange(count)  # of a send and a receive, the latter
+    here = at[after[1]] >= 0
+    made.append((after[0][here], at[after[1][here]]))
+    pcs, earlier = (np.concatenate(side) for side in zip(*made, strict=True))
+    other = streams[earlier] != streams[pcs]
+    by_stream = pcs[other] * (streams.max(initial=0) + 1) + streams[earlier[other]]
+    ordered = np.sort(_packed(by_stream, earlier[other], count))
+    last = np.append(np.diff(ordered // (count + 1)) > 0, True)[: len(ordered)]
+    pcs = ordered[last] // (count + 1) // (streams.max(initial=0) + 1)
+    limited = np.fromiter(_limited(issued), np.int64)
+    waits = np.unique(
+        np.concatenate(
+            (
+                _packed(pcs, ordered[last] % (count + 1), count),
+                _packed(readers[brought], makers[brought], count),
+                limited,
+            )
+        )
+    )
+    rows = Ragged.grouped(waits // (count + 1), waits % (count + 1), count)
+    places = np.flatnonzero(issued.communicates[rows.items])
+    _, first = np.unique(rows.items[places], return_index=True)
+    completes = np.zeros(len(rows.items), bool)
+    completes[places[first]] = True
+    return rows, rows.only(completes)
+
+
+def _packed(major: Ints, minor: Ints, count: int) -> Ints:
+    """Pairs as numbers that sort like them; the second is at most ``count``."""
+    packed: Ints = major * (count + 1) + minor
+    return packed
+
+
+def _last_writers(reads: Pairs, written: Ints, count: int) -> Pairs:
+    """The readers of values that were written before, and the last instruction that wrote each."""
+    pcs, values = reads
+    if not len(written):
+        return pcs[:0], pcs[:0]
+    last = written[np.searchsorted(written, _packed(values, pcs, count)) - 1]
+    found = (last // (count + 1) == values) & (last % (count + 1) < pcs)
+    return pcs[found], last[found] % (count + 1)
+
+
+def _on_several_streams(issued: Issued, reads: Pairs, written: Ints) -> Iterator[Pairs]:
+    """The readers of values that several streams write, with the last writer on each stream."""
+    count = len(issued.nodes)
+    values, streams = written // (count + 1), issued.streams[written % (count + 1)]
+    turns = (np.diff(values) == 0) & (np.diff(streams) != 0)
+    if turns.any():
+        several = np.unique(values[1:][turns])
+        shared, pcs = np.isin(values, several), np.isin(reads[1], several)
+        for stream in np.unique(streams[shared]):
+            mine = written[shared & (streams == stream)]
+            yield _last_writers((reads[0][pcs], reads[1][pcs]), mine, count)
+
+
+def _limited(issued: Issued) -> Iterator[int]:
+    """The instructions that wait for earlier communications on their stream to end, packed."""
+    count = len(issued.nodes)
+    holding: defaultdict[int, list[int]] = defaultdict(list)
+    for pc in np.flatnonzero(issued.limits).tolist():
+        row, limit = holding[int(issued.streams[pc])], int(issued.limits[pc])
+        row.append(pc)
+        yield from (pc * (count + 1) + earlier for earlier in row[:-limit])
+        del row[:-limit]

@@ -1,1 +1,0 @@
-"""Training on batches: ``Trainer.fit`` and ``Trainer.iterate``."""
