@@ -84,7 +84,7 @@ def trainer_of(mb: int, x: Tensor, strategy: piper.Strategy) -> piper.Trainer:
 
 def _device(trainer: piper.Trainer) -> WorkerDevice:
     """The device of this rank."""
-    local = trainer._worker_group.local
+    local = trainer._session.devices.local
     assert local is not None
     return local.devices[0]
 

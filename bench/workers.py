@@ -81,7 +81,7 @@ class Launched(Workers):
     def __init__(self, program: piper.Program, stack: contextlib.ExitStack) -> None:
         """``stack`` ends the workers."""
         self._trainer = stack.enter_context(piper.launch(program, on="processes", threads=1))
-        group = self._trainer._worker_group
+        group = self._trainer._session.devices
         assert isinstance(group, ProcessWorkerGroup)
         self.pids = [worker.process.pid for worker in group.workers.processes]
 

@@ -263,7 +263,7 @@ def test_a_trainer_that_ends_with_an_error_finishes_its_save(tmp_path: Path) -> 
 
 def test_devices_that_are_closed_write_nothing(tmp_path: Path) -> None:
     trainer = piper.launch(made("zero1", kind=Small))
-    group: Any = trainer._worker_group
+    group: Any = trainer._session.devices
     trainer.save(tmp_path / "saved", background=True)
     devices = list(group.local.devices)
     group.close(KeyError())

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import piper
 from piper import PiperError, PiperWarning
-from piper.launch.trainer.fit_summary import Ended
+from piper.launch.loop.fit_summary import Ended
 from piper.launch.trainer.step_result import StepResult
 from tests.launch import test_evaluation
 from tests.launch.test_loop import BATCHES, DATA, ROWS, program
@@ -113,7 +113,7 @@ def test_patience_ends_a_run_and_a_resumed_one(tmp_path: Path) -> None:
                 break
     for _ in range(2):  # the second time nothing is left to do
         with piper.launch(made) as trainer, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer.notices, "give", lambda *_: None)
+            patch.setattr(trainer._session.notices, "give", lambda *_: None)
             resumed_run = trainer.fit(BATCHES, **how)
         assert resumed_run.evaluations == whole.evaluations
         assert (resumed_run.last_step, resumed_run.ended) == (whole.last_step, Ended.PATIENCE)

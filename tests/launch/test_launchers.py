@@ -145,7 +145,7 @@ def test_processes_equal_virtual_devices_and_a_killed_worker_is_told(tmp_path: P
         assert_same(trained(trainer), after)
         assert_profiled(trainer, program)
         assert_same(list(trainer.state_dict().values()), profiled)
-        group = trainer._worker_group
+        group = trainer._session.devices
         workers = [worker.process for worker in group.workers.processes]
         folder = group.workers.folder
         threading.Timer(0.2, os.kill, (workers[2].pid, signal.SIGKILL)).start()

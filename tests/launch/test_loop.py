@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import piper
 from piper import PiperError, PiperWarning
-from piper.launch.trainer.fit_summary import Ended
+from piper.launch.loop.fit_summary import Ended
 from piper.launch.trainer.step_result import StepResult
 from tests.scripts import resumed
 from tests.scripts.resumed import ROWS, WIDTH, batch
@@ -240,7 +240,7 @@ def epochs(
 def kill(trainer: piper.Trainer) -> None:
     """Stop its loops from saving, as a kill would."""
     for loop in trainer._loops:
-        loop._rounds._saved = None
+        loop._rounds._ending._saved = None
 
 
 @pytest.mark.parametrize("steps", [None, 6])

@@ -154,7 +154,7 @@ def test_workers_import_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     with launch(program) as trainer:
         trainer.step(x, x)
-        group: Any = trainer._worker_group
+        group: Any = trainer._session.devices
         there = group.call(importlib.import_module("asked").imported)
     assert [modules & COMPILERS for modules in there] == [set(), set()]
 

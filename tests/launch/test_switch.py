@@ -180,7 +180,7 @@ def test_each_slice_is_sent_once(before: str, after: str) -> None:
     """Each device receives every slice that it needs and does not have, once."""
     with piper.launch(made(before)) as trainer:
         trainer.step(*batch(0))
-        group: Any = trainer._worker_group
+        group: Any = trainer._session.devices
         present = {device.number: device for device in group.local.devices}
         parts = [device.give() for device in group.local.devices]
         index = index_of(trainer.program, parts, None)
@@ -236,7 +236,7 @@ def test_nobody_holds_more_than_both_states_and_a_few_parcels(
     queues: defaultdict[tuple[int, int, int], Queue[Tensor]] = defaultdict(Queue)
     with piper.launch(made("zero3")) as trainer:
         trainer.step(*batch(0))
-        group: Any = trainer._worker_group
+        group: Any = trainer._session.devices
         devices = {device.number: device for device in group.local.devices}
         parts = [device.give() for device in devices.values()]
         gives = dict(group.local.devices[0].links.gives)

@@ -291,12 +291,12 @@ def test_processes_that_share_a_gpu() -> None:
     options = {"on": "processes", "share_gpus": True, "timeout": 20}
     with piper.launch(program, **options) as trainer:
         assert not differences(numbers(trainer), should, exact=False)
-        workers = [worker.process.pid for worker in trainer._worker_group.workers.processes]
+        workers = [worker.process.pid for worker in trainer._session.devices.workers.processes]
         os.kill(workers[1], signal.SIGSTOP)
         with pytest.raises(piper.PiperError, match=r"(?s)device 0 .*instruction .*device 1"):
             trainer.step(*batch(0))
     with piper.launch(program, **options) as trainer:
         trainer.step(*batch(0))
-        os.kill(trainer._worker_group.workers.processes[1].process.pid, signal.SIGKILL)
+        os.kill(trainer._session.devices.workers.processes[1].process.pid, signal.SIGKILL)
         with pytest.raises(piper.PiperError, match="device 1 died"):
             trainer.step(*batch(0))

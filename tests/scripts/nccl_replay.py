@@ -76,7 +76,7 @@ def saved_and_loaded(trainer: piper.Trainer, path: Path) -> dict[str, Tensor]:
 
 def shake(trainer: piper.Trainer, seed: int) -> None:
     """Delay the streams of the next step, with a new seed."""
-    group: Any = trainer._worker_group
+    group: Any = trainer._session.devices
     for device in group.local.devices:
         device.loaded.executor.streams.shaker = StreamJitter(seed, device.number)
 

@@ -423,7 +423,7 @@ def test_parameters_are_gathered_as_early_as_the_limit_allows() -> None:
 
 @pytest.mark.slow
 def test_state_comes_a_few_tensors_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("piper.launch.trainer.trainer"), "_AT_ONCE", 40)
+    monkeypatch.setattr(importlib.import_module("piper.launch.state.state_calls"), "_AT_ONCE", 40)
     strategy = pipeline([[0, 1], [2, 3]], 2, replicate({}, zero=3, bucket_mb=1e-4), by=[3, 3])
     program = compiled(odd(True), strategy, mean_loss, batches(4))
     with piper.launch(program, on="virtual") as trainer:

@@ -5,30 +5,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
+from piper.launch.evaluation.evaluate import evaluate
 from piper.launch.loggers.callback import Callback, EvaluationCallback
-from piper.launch.trainer.fit_options import FitOptions
-from piper.launch.trainer.step_result import StepResult
-
-
-class Evaluates(Protocol):
-    """The part of a trainer that evaluates."""
-
-    def evaluate(self, *batch: Any, rows: bool) -> StepResult: ...
-    def averaged(self) -> AbstractContextManager[None]: ...
+from piper.launch.loop.fit_options import FitOptions
+from piper.launch.state.state_calls import averaged
+from piper.launch.trainer.session import Session
 
 
 class HeldOut:
     """The held-out batches of one call of ``fit`` or ``iterate``, and their losses so far."""
 
     def __init__(
-        self, trainer: Evaluates, options: FitOptions, callbacks: Sequence[Callback]
+        self, session: Session, options: FitOptions, callbacks: Sequence[Callback]
     ) -> None:
-        self._trainer = trainer
+        self._session = session
         self._options = options
         self._callbacks = [x for x in callbacks if isinstance(x, EvaluationCallback)]
         self.improved: Callable[[], None] = lambda: None
@@ -83,8 +78,8 @@ class HeldOut:
         given = batches if isinstance(batches, Iterable) else batches()
         random = torch.get_rng_state()  # a loader draws from it: training must not depend on that
         try:
-            with self._trainer.averaged() if self._options.averaged else nullcontext():
-                result = self._trainer.evaluate(given, rows=self._options.rows)
+            with averaged(self._session) if self._options.averaged else nullcontext():
+                result = evaluate(self._session, (given,), pad=None, rows=self._options.rows)
         finally:
             torch.set_rng_state(random)
         loss, monitor = float(result.loss), self._options.monitor

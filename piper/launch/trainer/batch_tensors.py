@@ -33,11 +33,11 @@ def batch_in(program: Program, given: Sequence[Any]) -> Sequence[Any] | None:
     if not isinstance(only, tuple | list):
         arrays = hasattr(only, "shape") or isinstance(only, str | type(example.given[0]))
         return None if isinstance(only, Iterable) and not arrays else given
-    if len(example.given) == 1 and len(only) == 1 and isinstance(only[0], Tensor):
+    if _is_built_like(example, given):
         return given
     if not only or (not _is_built_like(example, only) and _is_built_like(example, only[0])):
         return None
-    return tuple(only) if len(example.given) != 1 else given
+    return tuple(only)
 
 
 def batches_in(program: Program, given: Sequence[Any]) -> Iterator[Sequence[Any]]:

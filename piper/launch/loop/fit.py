@@ -19,30 +19,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from piper.base.errors import PiperError, warn
 from piper.base.paths import path_of
-from piper.launch.device.worker_group import WorkerGroup
-from piper.launch.trainer.data_position import Position
-from piper.launch.trainer.fit_options import FitOptions
+from piper.launch.loop.data_position import Position
+from piper.launch.loop.fit_options import FitOptions
+from piper.launch.state.state_calls import load_state, save_state
+from piper.launch.trainer.session import Session
 from piper.state.checkpoint import commit as folders
 
 _NAME = "step-{:08}"
 _BEST = "best"
 StateOf = Callable[[], dict[str, Any]]
-
-
-class Saver(Protocol):
-    """The part of a trainer that a run uses."""
-
-    steps: int
-
-    def save_at(self, path: Path, data: Any, keep: int | None, *, background: bool) -> None: ...
-
-    def settle_save(self) -> None: ...
-
-    def load_at(self, path: Path, *, new_settings: bool) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -86,9 +75,8 @@ def saved_in(folder: Path) -> dict[int, Path]:
 class Checkpoints:
     """The checkpoints of one call of ``fit`` or ``iterate``, in the folder of its run."""
 
-    def __init__(self, trainer: Saver, group: WorkerGroup, options: FitOptions) -> None:
-        self._trainer = trainer
-        self._group = group
+    def __init__(self, session: Session, options: FitOptions) -> None:
+        self._session = session
         given = options.checkpoint
         self.folder = None if given is None else path_of(given).absolute()
         """None if nothing is saved: the run continues from a checkpoint elsewhere."""
@@ -113,7 +101,7 @@ class Checkpoints:
         run = runs[self.folder]
         self._call = run.calls
         run.calls += 1
-        self.first = self._trainer.steps
+        self.first = self._session.steps
         if run.resumed is not None and self._call <= run.call:
             self.resumed, self.source = run.resumed, run.path
             self.done = self._call < run.call
@@ -126,7 +114,7 @@ class Checkpoints:
     def _begun(self) -> SavedRun:
         """The run, resumed from its last checkpoint, or from one elsewhere if there is none."""
         resume, folder = self._options.resume, self.folder
-        known = {} if folder is None else self._group.once(self._prepare)
+        known = {} if folder is None else self._session.devices.once(self._prepare)
         if known and not resume:
             raise PiperError(
                 f"{folder} has the checkpoints of a run that reached step {max(known)}: set "
@@ -135,9 +123,9 @@ class Checkpoints:
         if known or isinstance(resume, bool):
             return self._last_of(known) or SavedRun(0)
         elsewhere = path_of(resume)
-        run = self._last_of(self._group.once(partial(saved_in, elsewhere)))
+        run = self._last_of(self._session.devices.once(partial(saved_in, elsewhere)))
         if run is None:
-            run = SavedRun.of(self._load(elsewhere), self._trainer.steps, elsewhere)
+            run = SavedRun.of(self._load(elsewhere), self._session.steps, elsewhere)
         run.call = 0  # calls count by folder: this is the first in another one
         return run
 
@@ -157,7 +145,7 @@ class Checkpoints:
         return None
 
     def _load(self, path: Path) -> Any:
-        return self._trainer.load_at(path, new_settings=self._options.new_settings)
+        return load_state(self._session, path, new_settings=self._options.new_settings)
 
     def _prepare(self) -> dict[int, Path]:
         assert self.folder is not None
@@ -177,31 +165,32 @@ class Checkpoints:
     def after_step(self, state: StateOf) -> None:
         """Save if a checkpoint is due; ``state`` gives the state of the call."""
         every = self._options.every
-        if every is not None and self._trainer.steps % every == 0:
+        if every is not None and self._session.steps % every == 0:
             self._save(state, background=self._options.background)
 
     def finish(self, state: StateOf) -> None:
         """Save, unless this step is saved already; everything is written when this returns."""
         self._save(state, background=False)
-        self._trainer.settle_save()
+        self._session.saving.settle()
 
     def save_best(self, state: StateOf) -> None:
         """Save, in place of the best checkpoint before."""
         if self.folder is not None:
-            self._trainer.save_at(self.folder / _BEST, self._data(state), None, background=False)
+            self._save_at(self.folder / _BEST, state, None, background=False)
 
     def _save(self, state: StateOf, *, background: bool) -> None:
-        step = self._trainer.steps
+        step = self._session.steps
         if self.folder is None or self._last == step:
             return
         self._last = step  # before saving: after a late Ctrl-C, other ranks would not save again
         path = self.folder / _NAME.format(step)
-        keep = self._options.keep
-        self._trainer.save_at(path, self._data(state), keep, background=background)
+        self._save_at(path, state, self._options.keep, background=background)
 
-    def _data(self, state: StateOf) -> dict[str, Any]:
-        """The position in the data, as rank 0 has it."""
-        return {**self._group.once(state), "call": self._call, "first": self.first}
+    def _save_at(self, path: Path, state: StateOf, keep: int | None, *, background: bool) -> None:
+        """Save, with the state of the call as rank 0 has it."""
+        own = self._session.devices.once(state)
+        data = {**own, "call": self._call, "first": self.first}
+        save_state(self._session, path, data, keep, background=background)
 
 
 class Stop:

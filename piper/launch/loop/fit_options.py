@@ -13,7 +13,7 @@ from piper.base.errors import PiperError
 from piper.base.units import class_text
 from piper.capture.batch import Pad
 from piper.launch.loggers.callback import Callback
-from piper.launch.trainer.data_position import AnyBatch, BatchSource
+from piper.launch.loop.data_position import AnyBatch, BatchSource
 from piper.launch.trainer.step_result import StepResult
 
 HeldOutBatches = Iterable[AnyBatch] | Callable[[], Iterable[AnyBatch]]

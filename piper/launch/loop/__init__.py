@@ -1,0 +1,1 @@
+"""Training on batches: ``Trainer.fit`` and ``Trainer.iterate``."""
