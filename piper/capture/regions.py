@@ -79,7 +79,7 @@ class RegionRecorder:
         region = Region(name, self._counts[name])
         self._counts[name] += 1
         self.entered[region] = where
-        mark = traceback.annotate({_META: (*(r for _, r, _ in self._open), region)})
+        mark = traceback.annotate({_META: (*self.open, region)})
         mark.__enter__()
         self._open.append((owner, region, mark))
         return region
@@ -103,9 +103,9 @@ class RegionRecorder:
             self._open.pop()[2].__exit__(None, None, None)
 
     @property
-    def depth(self) -> int:
-        """How many regions are open."""
-        return len(self._open)
+    def open(self) -> tuple[Region, ...]:
+        """The regions that are open, outermost first."""
+        return tuple(region for _, region, _ in self._open)
 
     def enter_again(
         self, regions: Iterable[Region], where: Callable[[str], str]

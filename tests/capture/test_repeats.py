@@ -173,6 +173,48 @@ class Biased(Block):
         return super().forward(x) + bias, bias
 
 
+class Collects(Model):
+    """Reads the results of all its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        seen = []
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x)
+        return torch.stack(seen).sum(0)
+
+
+class Skips(Model):
+    """Each block but the first also gets what the one before the last returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = before = self.first(x)
+        for layer in self.layers:
+            x, before = layer(x, before)[0], x
+        return x
+
+
+class Scaled(Model):
+    """Computes between its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) * 2.0
+        return x
+
+
+class Holds(Model):
+    """A later block reads what an earlier one returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [self.first(x)]
+        for i, layer in enumerate(self.layers):
+            seen.append(layer(seen[-1], seen[1 if i > 3 else 0])[0])
+        return seen[-1]
+
+
 def captures(model: nn.Module, **options: object) -> tuple[Captured, Captured]:
     """``model`` captured with equal modules traced once, and one by one."""
     x = torch.randn(4, 8)
@@ -202,6 +244,10 @@ def assert_same(one: Captured, two: Captured) -> None:
         (Model, Block, LAYERS - 2),
         (Alternating, Block, 6),
         (Passes, Biased, LAYERS - 3),
+        (Skips, Biased, LAYERS - 3),
+        (Holds, Biased, LAYERS - 3),
+        (Collects, Block, LAYERS - 2),
+        (Scaled, Block, LAYERS - 2),
         (Frozen, Block, 2),
         (Model, ReadsNumber, 0),
         (Model, Configured, 0),

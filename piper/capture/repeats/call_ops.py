@@ -1,4 +1,4 @@
-"""The operation that a call of an equal module becomes, and attempts to trace a model with it.
+"""The operation that calls of equal modules become, and attempts to trace a model with it.
 
 A trace enters, as a function of the attempt; its result leaves. What an attempt finds of the model
 is known to the next one; if the modules cannot be proven equal, the model is traced without.
@@ -48,22 +48,66 @@ class CallVariant:
     entry: str | None
     """The attribute that numbers the module's entry in the key-value cache, if it writes one."""
 
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """The specs of the new tensors among the results."""
+        return [x for x in self.results if isinstance(x, TensorSpec)]
+
+    def result(self, given: list[Tensor], made: list[Tensor]) -> Any:
+        """What a call returns that is ``given`` these tensors and has ``made`` these."""
+        new = iter(made)
+        leaves = [
+            next(new) if isinstance(x, TensorSpec)
+            else given[x.position] if isinstance(x, PassedThrough)
+            else x
+            for x in self.results
+        ]  # fmt: skip
+        return self.form.unflatten(leaves)
+
 
 @dataclass(frozen=True, slots=True)
 class LeafCall:
-    """A call of a module that is one operation."""
+    """A call of a module that is not traced."""
 
     path: str
     variant: CallVariant
+    around: tuple[Region, ...]
+    """The regions that it is called in."""
     regions: Mapping[Region, Region]
     """The regions that it enters, by those that the first member entered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A result of an earlier call of a run."""
+
+    call: int
+    result: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Calls that are one operation. Its results are those of the last ``period`` calls."""
+
+    calls: tuple[LeafCall, ...]
+    given: tuple[tuple[int | Made, ...], ...]
+    """For each call, its tensors: which of the operation's, or results of earlier calls."""
+    period: int
+    """The number of calls that repeat: each is equal to the call this many before it, and reads the
+    same tensors, or those that this many calls later made."""
+
+    @property
+    def results(self) -> list[Made]:
+        last = [*enumerate(self.calls)][-self.period :]
+        return [Made(n, i) for n, call in last for i in range(len(call.variant.tensors))]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A call whose operations are in the graph."""
 
-    call: int
+    run: int
+    """The number of the run that has only this call."""
     given: Tensor
     """The result of an operation that names its inputs: an ``x.to(x.dtype)`` in the forward takes
     the name of ``x`` for all that follows."""
@@ -75,24 +119,25 @@ class Attempt:
     """A trace with calls of equal modules as operations."""
 
     found: Found
-    variants: list[CallVariant] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
 
 
 _attempt: ContextVar[Attempt] = ContextVar("piper_attempt")
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 # torch caches operations, also removed ones: so these are defined once for all traces
-_LIBRARY.define("call(Tensor[] inputs, int variant, int call) -> Tensor[]")
-_LIBRARY.define("given(Tensor[] inputs, int call) -> Tensor")
+_LIBRARY.define("call(Tensor[] inputs, int run) -> Tensor[]")
+_LIBRARY.define("given(Tensor[] inputs, int run) -> Tensor")
 
 
-def _fakes(inputs: list[Tensor], variant: int, call: int) -> list[Tensor]:
-    results = _attempt.get().variants[variant].results
-    return [x.empty(inputs[0].device) for x in results if isinstance(x, TensorSpec)]
+def _fakes(inputs: list[Tensor], run: int) -> list[Tensor]:
+    of = _attempt.get().runs[run]
+    specs = [x for call in of.calls[-of.period :] for x in call.variant.tensors]
+    return [x.empty(inputs[0].device) for x in specs]
 
 
 torch.library.register_fake(f"{_NAMESPACE}::call", _fakes, lib=_LIBRARY)
 torch.library.register_fake(
-    f"{_NAMESPACE}::given", lambda inputs, call: inputs[0].new_empty(()), lib=_LIBRARY
+    f"{_NAMESPACE}::given", lambda inputs, run: inputs[0].new_empty(()), lib=_LIBRARY
 )
 
 

@@ -48,6 +48,9 @@ class Found:
     """By the first of equal modules, why they are traced one by one."""
     shown: set[str] = field(default_factory=set)
     """Modules that are called otherwise than their equals before: they are traced."""
+    singly: set[str] = field(default_factory=set)
+    """By the first of equal modules, those whose results the model reads between their calls: each
+    call is an operation of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

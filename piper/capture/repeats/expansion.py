@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
 from piper.capture.regions import Region, tags_of, with_tags
-from piper.capture.repeats.call_ops import MARK, LeafCall
+from piper.capture.repeats.call_ops import MARK, LeafCall, Made
 from piper.capture.repeats.equal_modules import NotEqual
 from piper.capture.repeats.leaf_calls import Repeats
 
@@ -58,7 +58,7 @@ def expanded(program: ExportedProgram, repeats: Repeats | None) -> Expanded:
 
 class _Expansion:
     def __init__(self, program: ExportedProgram, repeats: Repeats | None) -> None:
-        self.calls = repeats.calls if repeats is not None else []
+        self.runs = repeats.runs if repeats is not None else []
         self.source = program.graph
         self.specs = program.graph_signature.input_specs
         self.twins = repeats.twins if repeats is not None else {}
@@ -73,6 +73,7 @@ class _Expansion:
         self.results = list(results)
         self.leaves: set[fx.Node] = set()
         self.regions: dict[int, _Region] = {}
+        """The first trial of each variant, by its identity."""
         self.hidden: set[fx.Node] = set()
         self.given: dict[fx.Node, list[fx.Node]] = {}
         """The inputs of the calls that were traced."""
@@ -86,7 +87,7 @@ class _Expansion:
         self.results = self.results[:kept]
         target = torch.ops.piper_repeats.call.default
         self.leaves = set(self.source.find_nodes(op="call_function", target=target))
-        leaves = {node.args[2]: node for node in self.leaves}
+        leaves = {node.args[1]: node for node in self.leaves}
         members: dict[int, list[fx.Node]] = {i: [] for i in range(len(repeats.trials))}
         for node in self.source.nodes:
             mark = _mark(node)
@@ -95,13 +96,13 @@ class _Expansion:
         for number, trial in enumerate(repeats.trials):
             given = next(extra)
             made: list[Any] = [next(extra) for _ in trial.results]
-            leaf = leaves[trial.call]
-            call = repeats.calls[trial.call]
+            leaf = leaves[trial.run]
+            (call,) = self.runs[trial.run].calls
             region = _Region(call, leaf, given.args[0], members[number], made)
             self._check(region)
             self.hidden |= {given, *region.nodes}
             self.given[leaf] = region.inputs
-            first = self.regions.setdefault(repeats.variants.index(call.variant), region)
+            first = self.regions.setdefault(id(call.variant), region)
             if first is not region and self._text(first) != self._text(region):
                 raise NotEqual(f"{call.path} differs from {first.call.path}")
 
@@ -140,29 +141,42 @@ class _Expansion:
         return inputs + [s for s in self.specs if s.arg.name not in self.paths]
 
     def _put(self, new: fx.Graph, leaf: fx.Node, now: dict[fx.Node, fx.Node]) -> None:
-        """The operations of a call; ``now`` gets the nodes of its results."""
+        """The operations of a run; ``now`` gets the nodes of its results."""
         number = leaf.args[1]
         assert isinstance(number, int)
-        assert isinstance(leaf.args[2], int)
-        region, call = self.regions[number], self.calls[leaf.args[2]]
-        inside: dict[fx.Node, fx.Node] = {}
-        now_given = self.given.get(leaf, leaf.args[0])
-        given = dict(zip(region.inputs, now_given, strict=True))  # type: ignore[arg-type]
+        run = self.runs[number]
+        inputs: Any = self.given.get(leaf, leaf.args[0])
+        made: dict[Made, fx.Node] = {}
+        for i, (call, places) in enumerate(zip(run.calls, run.given, strict=True)):
+            given = [made[x] if isinstance(x, Made) else now[inputs[x]] for x in places]
+            for j, result in enumerate(self._copy(new, call, given, now)):
+                made[Made(i, j)] = result
+        results = [made[x] for x in run.results]
+        for user in leaf.users:
+            if user.target is operator.getitem:
+                now[user] = results[user.args[1]]  # type: ignore[index]
+
+    def _copy(
+        self,
+        new: fx.Graph,
+        call: LeafCall,
+        given: list[fx.Node],
+        now: Mapping[fx.Node, fx.Node],
+    ) -> list[fx.Node]:
+        """Puts the operations of a call; returns its results."""
+        region = self.regions[id(call.variant)]
+        inside = dict(zip(region.inputs, given, strict=True))
 
         def value(node: fx.Node) -> fx.Node:
             if node in inside:
                 return inside[node]
-            if node in given:
-                return now[given[node]]
             own = self._relative(region, node)
             return now[node] if own is None else self.tensors[call.path + own]
 
         for node in region.nodes:
             inside[node] = _copied(new, node, value)
-            inside[node].meta = _meta(node, region, leaf, call)
-        for user in leaf.users:
-            if user.target is operator.getitem:
-                now[user] = inside[region.results[user.args[1]]]  # type: ignore[index]
+            inside[node].meta = _meta(node, region, call)
+        return [inside[node] for node in region.results]
 
     def _relative(self, region: _Region, node: fx.Node) -> str | None:
         """The path of a parameter or buffer in its module; None if it is not of the module."""
@@ -197,7 +211,7 @@ class _Expansion:
             found = numbers.get(node) or given.get(node)
             return found or self._relative(region, node) or node.name
 
-        outer = len(tags_of(region.leaf.meta))
+        outer = len(region.call.around)
         again = {mine: first for first, mine in region.call.regions.items()}
         lines: list[Any] = [[numbers[node] for node in region.results]]
         for node in region.nodes:
@@ -226,22 +240,20 @@ def _copied(
     return made
 
 
-def _meta(node: fx.Node, region: _Region, leaf: fx.Node, call: LeafCall) -> dict[str, Any]:
+def _meta(node: fx.Node, region: _Region, call: LeafCall) -> dict[str, Any]:
     """The metadata of ``node`` as if ``call`` had been traced."""
-    outer = len(tags_of(region.leaf.meta))
+    outer = len(region.call.around)
     again: dict[Region, Region] = {
         mine: call.regions[first] for first, mine in region.call.regions.items()
     }
-    stack = (*tags_of(leaf.meta), *(again[region] for region in tags_of(node.meta)[outer:]))
-    custom = {**(leaf.meta.get("custom") or {}), **(node.meta.get("custom") or {})}
+    stack = (*call.around, *(again[region] for region in tags_of(node.meta)[outer:]))
+    custom = dict(node.meta.get("custom") or {})
     custom.pop(MARK, None)
     meta = {**node.meta, "custom": custom}
     if stack:
         meta = with_tags(meta, stack)
-    around = leaf.meta.get("nn_module_stack") or {}
-    known = region.leaf.meta.get("nn_module_stack") or {}
-    inner = {k: v for k, v in (node.meta.get("nn_module_stack") or {}).items() if k not in known}
-    meta["nn_module_stack"] = {**around, **_renamed(inner, region.call.path, call.path)}
+    around = node.meta.get("nn_module_stack") or {}
+    meta["nn_module_stack"] = _renamed(around, region.call.path, call.path)
     return meta
 
 

@@ -1,8 +1,8 @@
-"""While a model is traced, calls of equal modules become single operations.
+"""While a model is traced, calls of equal modules become single operations, or runs of them one.
 
 The first and the last of equal modules are traced as they are (a ``Trial``), and then stand in the
-graph as one operation too, like all others (a ``LeafCall``). ``expansion.py`` puts the operations
-of the trial in place of each call. What a trial must show: its forward neither writes to its
+graph as one operation too, like all others (``runs.py``). ``expansion.py`` puts the operations of
+the trial in place of each call. What a trial must show: its forward neither writes to its
 inputs, parameters or buffers, nor changes an attribute of the model, a random generator or a mode,
 nor looks at a number in which the modules differ; its inputs and results are tensors, plain values
 and an empty key-value cache, and its results share no memory with anything.
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -42,6 +42,7 @@ from piper.capture.repeats.equal_modules import (
     number_of,
 )
 from piper.capture.repeats.hidden import hide, is_hidden
+from piper.capture.repeats.runs import RefuseReads, WaitingCalls
 from piper.capture.repeats.signatures import (
     Arguments,
     flat,
@@ -71,6 +72,11 @@ class _Call:
         """The key-value cache among the arguments, or None."""
         return next(filter(is_cache, flat(self.arguments)[0]), None)
 
+    def made_by(self, now: Callable[[Any], Any]) -> _Call:
+        """The call with the results that its tensors stand for."""
+        leaves, form = flat(self.arguments)
+        return replace(self, arguments=form.unflatten(map(now, leaves)))
+
 
 class Repeats:
     """The equal modules of a model, and their calls."""
@@ -88,9 +94,10 @@ class Repeats:
         """Why this attempt cannot go on, also if the model's code goes on."""
         self.tried = False
         """Whether a trial began."""
-        self.variants = attempt.variants
-        self.calls: list[LeafCall] = []
+        self.variants: list[CallVariant] = []
+        self.runs = attempt.runs
         self.trials: list[Trial] = []
+        self._waiting = WaitingCalls(attempt, self._read_inside)
         self.groups = groups
         named = step.named_parameters, step.named_buffers
         self.tensors = [path for of in named for path, _ in of(remove_duplicate=False)]
@@ -106,11 +113,11 @@ class Repeats:
     @property
     def copies(self) -> int:
         """How many calls were not traced."""
-        return len(self.calls) - len(self.trials)
+        return sum(len(run.calls) for run in self.runs) - len(self.trials)
 
     def __str__(self) -> str:
         """For each group, how many of its modules were traced, and why."""
-        traced = Counter(id(self.calls[trial.call].variant.group) for trial in self.trials)
+        traced = Counter(id(self.runs[x.run].calls[0].variant.group) for x in self.trials)
         lines = []
         for group in self.groups:
             first, *_, last = (path.removeprefix("model.") for path in group.paths)
@@ -161,6 +168,17 @@ class Repeats:
         raise error
 
     @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the model is called, and its loss."""
+        with self.watched(), RefuseReads(self._waiting):
+            yield
+            self._waiting.flush()
+
+    def refuse_standing(self, results: Sequence[Tensor]) -> None:
+        """Refuse results of the step that no operation made."""
+        self._waiting.refuse_standing(results)
+
+    @contextmanager
     def watched(self, now: bool = True) -> Iterator[None]:
         """Inside, the model's own code runs, which must not look at what is hidden."""
         before, self._watched = self._watched, now
@@ -185,32 +203,43 @@ class Repeats:
             args, kwargs = call.arguments
             return call.plain(*args, **kwargs)
         with self.watched(False):
-            return self._as_operation(call, *self._variant_of(call))
+            with torch._C.DisableTorchFunction():  # else each look at a tensor passes all modes
+                given = signature(call.arguments)
+                if given is None:
+                    self._one_by_one(call, "they read more than plain arguments")
+                state = call.group.state(call.module)
+            known = next((x for x in self.variants if _is(x, call.group, given, state)), None)
+            if known is not None and call.module is not call.group.members[-1]:
+                return self._again(call, known)
+            if is_hidden(call.module):
+                self._found.shown.add(call.path)
+                self._stop(Again(f"{call.path} is called otherwise than its equals before"))
+            self._waiting.flush()
+            return self._first(call.made_by(self._waiting.now), known, given, state)
 
-    def _variant_of(self, call: _Call) -> tuple[CallVariant, Mapping[Region, Region]]:
-        """How a module is called, and the regions that the call enters."""
-        with torch._C.DisableTorchFunction():  # else each look at a tensor passes all modes
-            given = signature(call.arguments)
-            if given is None:
-                self._one_by_one(call, "they read more than plain arguments")
-            state = call.group.state(call.module)
-        known = next((x for x in self.variants if _is(x, call.group, given, state)), None)
-        if known is not None and call.module is not call.group.members[-1]:
-            first, path = _tag(known.first), _tag(call.path)
-            entered = self._recorder.enter_again(
-                known.regions, lambda where: where.replace(first, path)
-            )
-            return known, entered
-        if is_hidden(call.module):
-            self._found.shown.add(call.path)
-            self._stop(Again(f"{call.path} is called otherwise than its equals before"))
-        marked = torch.ops.piper_repeats.given(tensors_of(call.arguments), len(self.calls))
+    def _again(self, call: _Call, known: CallVariant) -> Any:
+        """The results of a module that is called as an equal one was before."""
+        first, path = _tag(known.first), _tag(call.path)
+        entered = self._recorder.enter_again(
+            known.regions, lambda where: where.replace(first, path)
+        )
+        if call.group.paths[0] in self._found.singly:
+            self._waiting.flush()
+            return self._as_operation(call.made_by(self._waiting.now), known, entered)
+        tensors = tensors_of(call.arguments)
+        made = self._waiting.add(self._leaf(call, known, entered), tensors, _grad(tensors))
+        return known.result(tensors, made)
+
+    def _first(self, call: _Call, known: CallVariant | None, given: Any, state: State) -> Any:
+        """The results of a module that is traced."""
+        run = len(self.runs)
+        marked = torch.ops.piper_repeats.given(tensors_of(call.arguments), run)
         before = len(self._recorder.entered)
         result, entry = self._tried(call)
         regions = tuple(self._recorder.entered)[before:]
         known = self._known(call, known, _made(call, given, state, result, regions, entry))
-        self.trials.append(Trial(len(self.calls), marked, _new(tensors_of(result), call)))
-        return known, dict(zip(known.regions, regions, strict=True))
+        self.trials.append(Trial(run, marked, _new(tensors_of(result), call)))
+        return self._as_operation(call, known, dict(zip(known.regions, regions, strict=True)))
 
     def _one_by_one(self, call: _Call, reason: str) -> NoReturn:
         self._found.apart[call.group.paths[0]] = reason
@@ -227,27 +256,24 @@ class Repeats:
             raise NotEqual(f"{call.path} returns something else than {known.first}")
         return known
 
+    def _leaf(self, call: _Call, known: CallVariant, regions: Mapping[Region, Region]) -> LeafCall:
+        if known.entry is not None:
+            close(call.cache, number_of(call.module, known.entry), self._reads)
+        return LeafCall(call.path, known, self._recorder.open, regions)
+
     def _as_operation(
         self, call: _Call, known: CallVariant, regions: Mapping[Region, Region]
     ) -> Any:
         """The results of the operation that a call becomes."""
-        if known.entry is not None:
-            close(call.cache, number_of(call.module, known.entry), self._reads)
-        self.calls.append(LeafCall(call.path, known, regions))
         tensors = tensors_of(call.arguments)
-        number = next(i for i, x in enumerate(self.variants) if x is known)
-        made = torch.ops.piper_repeats.call(tensors, number, len(self.calls) - 1)
-        grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if any(x.requires_grad != grad for x in made):
+        made = self._waiting.at_once(self._leaf(call, known, regions), tensors)
+        if any(x.requires_grad != _grad(tensors) for x in made):
             raise NotEqual(f"{call.path} returns other tensors than an operation")
-        results = iter(made)
-        leaves = [
-            next(results) if isinstance(x, TensorSpec)
-            else tensors[x.position] if isinstance(x, PassedThrough)
-            else x
-            for x in known.results
-        ]  # fmt: skip
-        return known.form.unflatten(leaves)
+        return known.result(tensors, made)
+
+    def _read_inside(self, call: LeafCall) -> NoReturn:
+        self._found.singly.add(call.variant.group.paths[0])
+        self._stop(Again(f"the model reads what {call.path} returned"))
 
     def _tried(self, call: _Call) -> tuple[Any, str | None]:
         """The result of a module that is traced as it is, and the number of the entry that it
@@ -257,7 +283,7 @@ class Repeats:
         state = [*self._step.parameters(), *self._step.buffers()]
         caches = {id(x): StandIn(x, self._reads) for x in given if is_cache(x)}
         args, kwargs = form.unflatten([caches.get(id(x), x) for x in given])
-        before = Outside(self._step, [*tensors, *state], self._recorder.depth)
+        before = Outside(self._step, [*tensors, *state], len(self._recorder.open))
         watch = Watch()
         self._inside = self.tried = True
         try:
@@ -270,7 +296,7 @@ class Repeats:
                 result = call.plain(*args, **kwargs)
         finally:
             self._inside = False
-        after = Outside(self._step, [*tensors, *state], self._recorder.depth)
+        after = Outside(self._step, [*tensors, *state], len(self._recorder.open))
         same, _ = flat(call.arguments)
         kept = len(same) == len(given) and all(x is y for x, y in zip(given, same, strict=True))
         reasons = {
@@ -286,6 +312,11 @@ class Repeats:
             self._one_by_one(call, reason)
         written = [w for x in caches.values() if (w := written_in(x)) is not None]
         return result, next((name for _, _, name in written), None)
+
+
+def _grad(tensors: list[Tensor]) -> bool:
+    """Whether the results of an operation on ``tensors`` need gradients."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _new(results: list[Any], call: _Call) -> list[Any]:

@@ -154,7 +154,7 @@ class _Step(nn.Module):
     def _run(self, args: Any, kwargs: Any, targets: Any) -> tuple[Tensor, ...]:
         before = attributes_of(self)
         generators = generators_now()
-        with nullcontext() if self.repeats is None else self.repeats.watched():
+        with nullcontext() if self.repeats is None else self.repeats.running():
             output = self.model(*args, **kwargs)
             self.seen.running = "the loss"
             with annotate(LOSS) as self.seen.loss_region:
@@ -169,8 +169,11 @@ class _Step(nn.Module):
         self.seen.drawn = [name for name, state in generators.items() if state != after[name]]
         written = assigned(self, before, self.seen.frozen)
         self.seen.assigned = list(written)
-        tried = self.repeats.results if self.repeats is not None else ()
-        return (*loss, *kept, *(value.detach() for value in written.values()), *tried)
+        results = (*loss, *kept, *(value.detach() for value in written.values()))
+        if self.repeats is None:
+            return results
+        self.repeats.refuse_standing(results)
+        return (*results, *self.repeats.results)
 
 
 def export(
