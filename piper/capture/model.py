@@ -28,6 +28,7 @@ from piper.capture.chunk.cut import cut
 from piper.capture.chunk.donation import consume_inputs
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.split_passes import Passes
+from piper.capture.chunk.unfold import unfolded
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import Compiler, compiler_named
 from piper.capture.code.totals import Totals
@@ -35,10 +36,12 @@ from piper.capture.loss.loss_checks import refuse_uncallable
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss, loss_or_own
 from piper.capture.loss.row_mixing import RowMixing
+from piper.capture.repeats.folds import NotFolded
 from piper.capture.shard.local_chunks import Sharding
 from piper.capture.shard.segments import segmented
 from piper.capture.trace.computation import Computation
-from piper.capture.trace.export import export, trace_text
+from piper.capture.trace.export import TraceRequest, export, exported_of, trace_text
+from piper.capture.trace.exported import Exported
 from piper.capture.trace.quiet import quiet_tracing
 from piper.ir.dag.facts import LOSS_PREFIX
 from piper.ir.passes import Kind, Ref, RematPolicy
@@ -195,16 +198,17 @@ def trace(
 ) -> str:
     """A digest of what ``capture`` would trace, to compare with ``Captured.traced``."""
     with _tracing():
-        return trace_text(
+        request = TraceRequest(
             model,
             Batch.of(inputs, targets),
             loss,
             tags or {},
-            parts=microbatches,
-            device=device_of(model, device),
-            outputs=outputs,
-            dtype=choice("precision", precision, Precision, CaptureError).dtype,
+            microbatches,
+            device_of(model, device),
+            outputs,
+            choice("precision", precision, Precision, CaptureError).dtype,
         )
+        return trace_text(request)
 
 
 # torch's tracing modes, and Python's warnings, are process-wide
@@ -232,18 +236,10 @@ def _capture(
     passes: Passes,
     repeats: bool,
 ) -> Captured:
-    exported = export(
-        model,
-        example,
-        loss,
-        tags,
-        parts=microbatches,
-        device=where,
-        outputs=outputs,
-        dtype=precision.dtype,
-        repeats=repeats,
+    exported, pieces = _exported(
+        TraceRequest(model, example, loss, tags, microbatches, where, outputs, precision.dtype),
+        repeats,
     )
-    pieces = cut(exported)
     trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     if isinstance(loss, nn.Module):
         trained |= {LOSS_PREFIX + n for n, p in loss.named_parameters() if p.requires_grad}
@@ -270,6 +266,18 @@ def _capture(
         tracing=exported.tracing,
         repeated=exported.repeated,
     )
+
+
+def _exported(request: TraceRequest, repeats: bool) -> tuple[Exported, Cut]:
+    """The exported step, and its chunks."""
+    traced = export(request, repeats)
+    try:
+        exported = exported_of(traced, request, folded=True)
+        return exported, unfolded(cut(exported), exported.folds)
+    except NotFolded:
+        exported = exported_of(traced, request, folded=False)
+        said = f"{exported.tracing}; their graphs differ, so that of each is made"
+        return replace(exported, tracing=said), cut(exported)
 
 
 def _declared(model: nn.Module, path: str = "") -> dict[str, str]:

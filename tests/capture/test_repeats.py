@@ -215,6 +215,29 @@ class Holds(Model):
         return seen[-1]
 
 
+class Masked(Block):
+    """Returns another mask."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x) + mask.sum(-1), mask + 1.0
+
+
+class Growing(Model):
+    """Each block reads a mask that takes one more operation on the batch than that before."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__(kind)
+        self.requires_grad_(False)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.unsqueeze(-1).repeat(1, 1, 4)
+        x = self.first(x)
+        for layer in self.layers:
+            x, mask = layer(x, mask)
+        return self.last(x)
+
+
 def captures(model: nn.Module, **options: object) -> tuple[Captured, Captured]:
     """``model`` captured with equal modules traced once, and one by one."""
     x = torch.randn(4, 8)
@@ -247,6 +270,7 @@ def assert_same(one: Captured, two: Captured) -> None:
         (Skips, Biased, LAYERS - 3),
         (Holds, Biased, LAYERS - 3),
         (Collects, Block, LAYERS - 2),
+        (Growing, Masked, LAYERS - 2),
         (Scaled, Block, LAYERS - 2),
         (Frozen, Block, 2),
         (Model, ReadsNumber, 0),
@@ -260,8 +284,11 @@ def assert_same(one: Captured, two: Captured) -> None:
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_the_step_is_the_same(model: type[Model], kind: type[Block], repeated: int) -> None:
-    once, each = captures(model(kind))
+@pytest.mark.parametrize("tags", [{}, {"layers.*": "layer"}], ids=["untagged", "tagged"])
+def test_the_step_is_the_same(
+    model: type[Model], kind: type[Block], repeated: int, tags: dict[str, str]
+) -> None:
+    once, each = captures(model(kind), tags=tags)
     assert_same(once, each)
     assert once.repeated == repeated
 
@@ -375,6 +402,15 @@ def test_writing_into_cached_keys_is_refused() -> None:
 
     with pytest.raises(piper.CaptureError, match="turn the cache off"):
         capture(decoder(), microbatches=2, **of_tokens(writing))
+
+
+def test_parts_that_differ_in_the_graph_are_not_folded() -> None:
+    tags = {"layers.*": "layer"}
+    folded, _ = captures(Model(Block), tags=tags)
+    grown, _ = captures(Growing(Masked), tags=tags)
+    said = "their graphs differ, so that of each is made"
+    assert said in grown.tracing
+    assert said not in folded.tracing
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import fx
 
 from piper.capture.graphs import has_tensor, is_random
 from piper.capture.regions import Region, tags_of
-from piper.capture.trace.export import Exported
+from piper.capture.trace.exported import Exported
 
 
 def constants_of(exported: Exported) -> set[fx.Node]:

@@ -15,7 +15,7 @@ from piper.capture.chunk.expert_regions import narrow_expert_regions
 from piper.capture.chunk.recomputing import recomputed_of
 from piper.capture.graphs import module_of
 from piper.capture.regions import Region
-from piper.capture.trace.export import Exported
+from piper.capture.trace.exported import Exported
 from piper.ir.tensors import TensorSpec
 
 

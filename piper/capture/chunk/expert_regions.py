@@ -32,7 +32,7 @@ from piper.capture.operators.grouped_mm import (
     GROUPED_MM,
 )
 from piper.capture.regions import Region, tags_of, with_tags
-from piper.capture.trace.export import Exported
+from piper.capture.trace.exported import Exported
 from piper.ir.grouped import grouped
 from piper.ir.shards import SortedRows
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from piper.capture.graphs import ancestors, is_random, node_flops, returned
-from piper.capture.trace.export import Exported
+from piper.capture.trace.exported import Exported
 from piper.ir.tensors import TensorSpec
 
 _FLOPS = 8

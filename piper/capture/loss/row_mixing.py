@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 from piper.capture.blame import lines_of
 from piper.capture.experts.part_rules import Mixed, PartRules, UnknownOperation
 from piper.capture.graphs import ancestors, arguments
+from piper.capture.repeats.folds import Fold
 from piper.capture.shard.placements import REPLICATED, Placements, alike
 
 aten = torch.ops.aten
@@ -107,21 +108,11 @@ _ACROSS = (
 _OFFSETS = (aten.slice, aten.diff, aten.cumsum, aten.searchsorted, aten.bucketize)
 
 
-def row_mixing(
-    graph: fx.Graph,
-    inputs: Collection[fx.Node],
-    rows: Collection[fx.Node],
-    loss: fx.Node,
-    rules: PartRules,
-) -> RowMixing | None:
-    """The first operation before ``loss`` that needs the whole batch. ``inputs`` are the tensors of
-    the batch; dimension 0 of those in ``rows`` is the batch; ``rules`` are those of its rows."""
-    return RowWalk(graph, inputs, rows, loss, rules).states[loss].mixing
-
-
 class RowWalk:
     """One pass over the operations before ``loss``, in their order: ``states`` holds what is known
-    of each."""
+    of each. ``inputs`` are the tensors of the batch; dimension 0 of those in ``rows`` is the batch;
+    ``rules`` are those of its rows; ``folds`` are those of the graph, which must not hide what
+    differs between parts."""
 
     def __init__(
         self,
@@ -130,6 +121,7 @@ class RowWalk:
         rows: Collection[fx.Node],
         loss: fx.Node,
         rules: PartRules,
+        folds: Collection[Fold],
     ) -> None:
         self._rows, self._rules = rows, rules
         self._batch = set(inputs)
@@ -139,6 +131,8 @@ class RowWalk:
         for node in graph.nodes:
             if node in needed:
                 self._visit(node)
+        for fold in folds:
+            fold.mirrored(graph, self.states.get)
 
     def _visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":

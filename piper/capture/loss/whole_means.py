@@ -37,6 +37,7 @@ from piper.capture.graphs import (
     returned,
     workspace,
 )
+from piper.capture.repeats.folds import Fold
 from piper.capture.shard.placements import REPLICATED, Placements, alike
 from piper.ir.passes import Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
@@ -106,16 +107,18 @@ class MeanEnds:
 
 
 def take_whole_means(
-    graph: fx.Graph, ends: MeanEnds, parts: int, rules: PartRules
+    graph: fx.Graph, ends: MeanEnds, parts: int, rules: PartRules, folds: Collection[Fold]
 ) -> tuple[dict[fx.Node, str], Totals | None]:
     """Rewrite ``graph``, a step on one of ``parts`` equal parts of a batch. Returns its additional
     inputs, with names, and how they are computed.
-    ``rules`` are those of the rows of the batch."""
+    ``rules`` are those of the rows of the batch, ``folds`` those of the graph."""
     rewriting = _Rewriting(graph, ends, parts, rules)
     scope = ancestors(ends.results, ()) - ancestors(ends.kept, ())
     for node in list(graph.nodes):
         if node.op == "call_function":
             rewriting.visit(node, within=node in scope)
+    for fold in folds:
+        fold.mirrored(graph, rewriting.state)
     return rewriting.finished()
 
 
@@ -152,6 +155,10 @@ class _Rewriting:
         if within:
             self._mean_over_targets(node)
             self._divided(node)
+
+    def state(self, node: fx.Node) -> object:
+        """What is known of an operation."""
+        return self._known.get(node), node in self._varies, node in self._counted
 
     def _of_batch(self, node: fx.Node) -> bool:
         return all(x in self._known for x in node.all_input_nodes) and not is_random(node)

@@ -19,6 +19,7 @@ from torch import fx
 
 from piper.capture.experts.part_rules import PartRules
 from piper.capture.loss.row_mixing import RowKind, RowState, RowWalk
+from piper.capture.repeats.folds import Fold
 
 aten = torch.ops.aten
 _CASTS = (
@@ -38,14 +39,15 @@ def take_whole_sums(
     loss: fx.Node,
     parts: int,
     rules: PartRules,
+    folds: Collection[Fold],
 ) -> None:
     """Multiply by ``parts`` each sum over rows that ``loss`` is linear in. ``graph`` is a step on
     one of ``parts`` equal parts of a batch; dimension 0 of the inputs in ``rows`` is the batch;
-    ``rules`` are those of its rows."""
+    ``rules`` are those of its rows, ``folds`` those of the graph."""
     if parts == 1 or not rows:
         return
     size = next(iter(rows)).meta["val"].shape[0]
-    states = RowWalk(graph, inputs, rows, loss, rules).states
+    states = RowWalk(graph, inputs, rows, loss, rules, folds).states
     for reader, summed in _uses(graph.output_node(), loss, states, size) or ():
         with graph.inserting_after(summed):
             whole = graph.call_function(aten.mul.Tensor, (summed, float(parts)))

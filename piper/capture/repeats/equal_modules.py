@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.regions import Tagged
-from piper.capture.repeats.hidden import content_of, submodules
+from piper.capture.repeats.hidden import content_of, is_hidden, submodules
 from piper.ir.tensors import TensorSpec
 
 FEWEST = 4
@@ -63,8 +63,16 @@ class Siblings:
     """The attributes, by path in the module, whose whole numbers differ between members."""
 
     def state(self, module: nn.Module) -> State:
-        """What a member's forward can read of it, without the numbers that differ."""
-        return {k: v for k, v in state_of(module).items() if k not in self.differing}
+        """What a member's forward can read of it, without the numbers that differ. If its tensors
+        and submodules are hidden, nobody has changed them, and they are left out."""
+        state = state_of(module, inside=not is_hidden(module))
+        return {k: v for k, v in state.items() if k not in self.differing}
+
+    def in_state(self, module: nn.Module, state: State) -> bool:
+        """Whether a member's forward would read what is in ``state``, the whole state of one."""
+        if is_hidden(module):
+            state = {path: value for path, value in state.items() if path.startswith(".")}
+        return self.state(module) == state
 
     @contextmanager
     def unread(self, module: nn.Module, reads: list[str]) -> Iterator[None]:
@@ -145,11 +153,12 @@ def _owns_its_tensors(module: nn.Module, uses: Counter[int]) -> bool:
     return bool(own) and all(uses[i] == n for i, n in Counter(map(id, tensors)).items())
 
 
-def state_of(module: nn.Module) -> State:
-    """The attributes of a module and its submodules by path, in a form that ``==`` compares."""
+def state_of(module: nn.Module, *, inside: bool = True) -> State:
+    """The attributes of a module and its submodules by path, in a form that ``==`` compares. If not
+    ``inside``, only its own."""
     state: State = {}
     places: dict[int, str] = {}
-    for path, owner in submodules(module):
+    for path, owner in submodules(module) if inside else [("", module)]:
         if id(owner) in places:
             state[f"{path}."] = places[id(owner)]
             continue

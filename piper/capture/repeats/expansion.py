@@ -1,16 +1,18 @@
 """Puts the traced operations of the first of equal modules in place of each call.
 
-A graph with calls enters; the graph leaves that tracing each module would have made. What must
-hold, else ``NotEqual``: the operations of a trial read nothing but its inputs, its own parameters
-and buffers and those outside of all equal modules; only its results are used outside; and the last
-module computes what the first computes.
+A graph with calls enters; the graph leaves that tracing each module would have made, or, if it may
+be folded (``folds.py``), the first two parts of it. What must hold, else ``NotEqual``: the
+operations of a trial read nothing but its inputs, its own parameters and buffers and those outside
+of all equal modules; only its results are used outside; and the last module computes what the
+first computes.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.utils import _pytree as pytree
 from piper.capture.regions import Region, tags_of, with_tags
 from piper.capture.repeats.call_ops import MARK, LeafCall, Made
 from piper.capture.repeats.equal_modules import NotEqual
+from piper.capture.repeats.folds import Fold
 from piper.capture.repeats.leaf_calls import Repeats
 
 _NOT_PLAIN = re.compile(r"[^a-zA-Z0-9]")
@@ -48,16 +51,30 @@ class Expanded:
     graph: fx.Graph
     inputs: list[InputSpec]
     """What each input of the graph is, in order."""
+    folds: tuple[FoldedNodes, ...] = ()
 
 
-def expanded(program: ExportedProgram, repeats: Repeats | None) -> Expanded:
+@dataclass(frozen=True, slots=True)
+class FoldedNodes:
+    """A fold, and the operations of its parts 0 and 1."""
+
+    fold: Fold
+    one: list[fx.Node]
+    two: list[fx.Node]
+
+
+def expanded(program: ExportedProgram, repeats: Repeats | None, *, folded: bool) -> Expanded:
     """``program`` with operations for calls, and without the results of trials. Its operations are
-    named by kind and numbered in order, so that what was traced, and removed, does not matter."""
-    return _Expansion(program, repeats).whole()
+    named by kind and numbered in order, so that what was traced, and removed, does not matter.
+    If ``folded``, it has folds, and numbers for the operations that it has not."""
+    return _Expansion(program, repeats, folded).whole()
 
 
 class _Expansion:
-    def __init__(self, program: ExportedProgram, repeats: Repeats | None) -> None:
+    def __init__(self, program: ExportedProgram, repeats: Repeats | None, folded: bool) -> None:
+        self.folded = folded
+        self.folds: list[FoldedNodes] = []
+        self.names = _Names()
         self.runs = repeats.runs if repeats is not None else []
         self.source = program.graph
         self.specs = program.graph_signature.input_specs
@@ -119,9 +136,9 @@ class _Expansion:
                 results = fx.node.map_arg(tuple(self.results), now.__getitem__)
                 new.output(results).meta = node.meta
             else:
-                now[node] = _copied(new, node, now.__getitem__)
+                now[node] = self._copied(new, node, now.__getitem__)
                 now[node].meta.get("custom", {}).pop(MARK, None)
-        return Expanded(new, inputs)
+        return Expanded(new, inputs, tuple(self.folds))
 
     def _inputs(self, new: fx.Graph, now: dict[fx.Node, fx.Node]) -> list[InputSpec]:
         """Makes the graph's inputs, as if no tensor had been hidden."""
@@ -131,11 +148,11 @@ class _Expansion:
             like = known[self.twins.get(path, path)]
             node = self.places[like.arg.name]
             if path not in self.twins:
-                self.tensors[path] = now[node] = _copied(new, node, now.__getitem__)
+                self.tensors[path] = now[node] = self._copied(new, node, now.__getitem__)
                 inputs.append(like)
                 continue
             one, two = (_NOT_PLAIN.sub("_", x).lower() for x in (str(like.target), path))
-            twin = _copied(new, node, now.__getitem__, node.name.replace(one, two, 1))
+            twin = self._copied(new, node, now.__getitem__, node.name.replace(one, two, 1))
             self.tensors[path] = twin
             inputs.append(replace(like, arg=TensorArgument(twin.name), target=path))
         return inputs + [s for s in self.specs if s.arg.name not in self.paths]
@@ -146,12 +163,22 @@ class _Expansion:
         assert isinstance(number, int)
         run = self.runs[number]
         inputs: Any = self.given.get(leaf, leaf.args[0])
+        fold = Fold.of(run) if self.folded else None
         made: dict[Made, fx.Node] = {}
-        for i, (call, places) in enumerate(zip(run.calls, run.given, strict=True)):
+        nodes: list[fx.Node] = []
+        shown = len(run.calls) if fold is None else 2 * run.period
+        for i, (call, places) in enumerate(zip(run.calls[:shown], run.given, strict=False)):
             given = [made[x] if isinstance(x, Made) else now[inputs[x]] for x in places]
-            for j, result in enumerate(self._copy(new, call, given, now)):
-                made[Made(i, j)] = result
-        results = [made[x] for x in run.results]
+            copies = self._copy(new, call, given, now)
+            region = self.regions[id(call.variant)]
+            made |= {Made(i, j): copies[node] for j, node in enumerate(region.results)}
+            nodes += [copies[node] for node in region.nodes]
+        if fold is not None:
+            half = len(nodes) // 2
+            self.folds.append(FoldedNodes(fold, nodes[:half], nodes[half:]))
+            self.names.skip(nodes[half:], len(fold.parts) - 2)
+        after = len(run.calls) - shown
+        results = [made[replace(x, call=x.call - after)] for x in run.results]
         for user in leaf.users:
             if user.target is operator.getitem:
                 now[user] = results[user.args[1]]  # type: ignore[index]
@@ -162,8 +189,8 @@ class _Expansion:
         call: LeafCall,
         given: list[fx.Node],
         now: Mapping[fx.Node, fx.Node],
-    ) -> list[fx.Node]:
-        """Puts the operations of a call; returns its results."""
+    ) -> dict[fx.Node, fx.Node]:
+        """Puts the operations of a call; returns them by those of the trial."""
         region = self.regions[id(call.variant)]
         inside = dict(zip(region.inputs, given, strict=True))
 
@@ -174,9 +201,22 @@ class _Expansion:
             return now[node] if own is None else self.tensors[call.path + own]
 
         for node in region.nodes:
-            inside[node] = _copied(new, node, value)
+            inside[node] = self._copied(new, node, value)
             inside[node].meta = _meta(node, region, call)
-        return [inside[node] for node in region.results]
+        return inside
+
+    def _copied(
+        self, graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], fx.Node], name: str = ""
+    ) -> fx.Node:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+        plain = node.op == "call_function"
+        name = name or (self.names.next(node.name) if plain else node.name)
+        target = name if node.op == "placeholder" else node.target
+        made = graph.create_node(node.op, target, args, kwargs, name, node.type)
+        made.meta = {**node.meta, "custom": dict(node.meta.get("custom") or {})}
+        if plain:
+            self.names.made(made)
+        return made
 
     def _relative(self, region: _Region, node: fx.Node) -> str | None:
         """The path of a parameter or buffer in its module; None if it is not of the module."""
@@ -225,19 +265,34 @@ class _Expansion:
         return lines
 
 
+class _Names:
+    """The names of operations: their kind, and the number that a graph gives them."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        self._skipped: Counter[str] = Counter()
+
+    def next(self, like: str) -> str:
+        """The name of the next operation that is named ``like`` this one."""
+        kind = _SUFFIX.sub("", like)
+        skipped = self._skipped.pop(kind, 0)
+        return f"{kind}_{self._last[kind] + 1 + skipped}" if skipped else kind
+
+    def made(self, node: fx.Node) -> None:
+        kind, _, number = node.name.rpartition("_")
+        if kind and number.isdigit():
+            self._last[kind] = int(number)
+        else:
+            self._last[node.name] = 0
+
+    def skip(self, nodes: Sequence[fx.Node], times: int) -> None:
+        """Leave out the numbers of operations like ``nodes``, this many times."""
+        for node in nodes:
+            self._skipped[_SUFFIX.sub("", node.name)] += times
+
+
 def _mark(node: fx.Node) -> int:
     return int((node.meta.get("custom") or {}).get(MARK, -1))
-
-
-def _copied(
-    graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], fx.Node], name: str = ""
-) -> fx.Node:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-    name = name or (_SUFFIX.sub("", node.name) if node.op == "call_function" else node.name)
-    target = name if node.op == "placeholder" else node.target
-    made = graph.create_node(node.op, target, args, kwargs, name, node.type)
-    made.meta = {**node.meta, "custom": dict(node.meta.get("custom") or {})}
-    return made
 
 
 def _meta(node: fx.Node, region: _Region, call: LeafCall) -> dict[str, Any]:

@@ -207,15 +207,14 @@ class Repeats:
                 given = signature(call.arguments)
                 if given is None:
                     self._one_by_one(call, "they read more than plain arguments")
-                state = call.group.state(call.module)
-            known = next((x for x in self.variants if _is(x, call.group, given, state)), None)
+                known = next((x for x in self.variants if _is(x, call, given)), None)
             if known is not None and call.module is not call.group.members[-1]:
                 return self._again(call, known)
             if is_hidden(call.module):
                 self._found.shown.add(call.path)
                 self._stop(Again(f"{call.path} is called otherwise than its equals before"))
             self._waiting.flush()
-            return self._first(call.made_by(self._waiting.now), known, given, state)
+            return self._first(call.made_by(self._waiting.now), known, given)
 
     def _again(self, call: _Call, known: CallVariant) -> Any:
         """The results of a module that is called as an equal one was before."""
@@ -230,9 +229,9 @@ class Repeats:
         made = self._waiting.add(self._leaf(call, known, entered), tensors, _grad(tensors))
         return known.result(tensors, made)
 
-    def _first(self, call: _Call, known: CallVariant | None, given: Any, state: State) -> Any:
+    def _first(self, call: _Call, known: CallVariant | None, given: Any) -> Any:
         """The results of a module that is traced."""
-        run = len(self.runs)
+        run, state = len(self.runs), call.group.state(call.module)
         marked = torch.ops.piper_repeats.given(tensors_of(call.arguments), run)
         before = len(self._recorder.entered)
         result, entry = self._tried(call)
@@ -371,6 +370,6 @@ def _tag(path: str) -> str:
     return f"module '{path.removeprefix('model.')}."
 
 
-def _is(variant: CallVariant, group: Siblings, given: Any, state: State) -> bool:
-    known = variant.group is group and variant.signature == given
-    return known and variant.state == state
+def _is(variant: CallVariant, call: _Call, given: Any) -> bool:
+    known = variant.group is call.group and variant.signature == given
+    return known and call.group.in_state(call.module, variant.state)

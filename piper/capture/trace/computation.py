@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
 from torch import Tensor, fx
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.graphs import ancestors, mutates
 from piper.capture.repeats.expansion import Expanded
+from piper.capture.repeats.folds import Fold, NotFolded, renamed
 from piper.capture.trace.fingerprint import content_of, graphs_of
 
 _NUMBER = re.compile(r"(?<![\w%.#])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
@@ -97,6 +99,7 @@ def computation_of(
     for part in graphs_of(program, graph):
         whole = part is graph
         needed = _needed(part, outputs if whole else slice(0, 0))
+        repeats = _repeats(expanded, needed) if whole else []
         numbers: dict[fx.Node, int] = {}
         for node in (x for x in part.nodes if x in needed):
             numbers[node] = len(operations)
@@ -105,12 +108,83 @@ def computation_of(
             for x in pytree.tree_leaves(node.meta.get("val")):
                 if isinstance(x, Tensor):  # data-dependent sizes are refused later
                     sizes |= {n for n in (*x.shape, x.numel()) if isinstance(n, int)}
+            for repeat in repeats:
+                if node is repeat.two[-1]:
+                    repeat.put(operations, places, numbers, user_name)
     shapes = [
         tuple(map(int, node.meta["val"].shape))
         for node in graph.find_nodes(op="placeholder")
         if ends.get(node.name, "").startswith("input ") and isinstance(node.meta["val"], Tensor)
     ]
     return Computation(tuple(operations), tuple(places), tuple(sorted(sizes)), tuple(shapes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    """The operations of parts 0 and 1 of a fold, and those parameters of each part that part 1
+    reads."""
+
+    fold: Fold
+    one: list[fx.Node]
+    two: list[fx.Node]
+    tensors: Mapping[fx.Node, Sequence[fx.Node]]
+
+    def put(
+        self,
+        operations: list[str],
+        places: list[str],
+        numbers: dict[fx.Node, int],
+        user_name: Callable[[str], str],
+    ) -> None:
+        """Add the operations of all parts after part 1. ``numbers`` get those of the last part."""
+        start, size = len(operations) - len(self.two), len(self.two)
+        marked = list(dict.fromkeys(x for node in self.two for x in (node, *node.all_input_nodes)))
+        marks = {node: f"\0{i}\0" for i, node in enumerate(marked)}
+        lines = [_line(node, marks, {}).split("\0") for node in self.two]
+        two = {node: i for i, node in enumerate(self.two)}
+        one = {node: i for i, node in enumerate(self.one)}
+        named = self.fold.named(user_name)
+        for number, part in enumerate(named.parts[2:], 2):
+            here = start + (number - 1) * size
+            now = [
+                str(
+                    here + two[node]
+                    if node in two
+                    else here - size + one[node]
+                    if node in one
+                    else numbers[self.tensors[node][number] if node in self.tensors else node]
+                )
+                for node in marked
+            ]
+            for pieces in lines:
+                read = [now[int(i)] for i in pieces[1::2]]
+                operations.append("".join(chain(*zip_longest(pieces[::2], read, fillvalue=""))))
+            first = named.parts[1]
+            places += [renamed(place, first, part) for place in places[start : start + size]]
+        numbers |= {node: len(operations) - size + i for i, node in enumerate(self.two)}
+
+
+def _repeats(expanded: Expanded, needed: set[fx.Node]) -> list[_Repeat]:
+    """The folds of a graph; ``needed`` gets the tensors of their parts. Raises ``NotFolded`` if
+    only one of the two parts is needed."""
+    paths = {spec.arg.name: str(spec.target) for spec in expanded.inputs}
+    nodes = {paths[x.name]: x for x in expanded.graph.find_nodes(op="placeholder")}
+    repeats = []
+    for folded in expanded.folds:
+        both = [[node in needed for node in part] for part in (folded.one, folded.two)]
+        if both[0] != both[1] or not any(both[1]):
+            raise NotFolded
+        one, two = ([x for x in part if x in needed] for part in (folded.one, folded.two))
+        parts = folded.fold.parts
+        tensors: dict[fx.Node, Sequence[fx.Node]] = {}
+        for tensor in {x for node in two for x in node.all_input_nodes if x.op == "placeholder"}:
+            path = paths[tensor.name]
+            names = [renamed(path, parts[1], part) for part in parts]
+            if names[2] != path:
+                tensors[tensor] = [nodes[name] for name in names]
+                needed |= set(tensors[tensor])
+        repeats.append(_Repeat(folded.fold, one, two, tensors))
+    return repeats
 
 
 def _needed(graph: fx.Graph, outputs: slice) -> set[fx.Node]:
@@ -122,7 +196,7 @@ def _needed(graph: fx.Graph, outputs: slice) -> set[fx.Node]:
     return ancestors(roots, ())
 
 
-def _line(node: fx.Node, numbers: Mapping[fx.Node, int], ends: Mapping[str, str]) -> str:
+def _line(node: fx.Node, numbers: Mapping[fx.Node, int | str], ends: Mapping[str, str]) -> str:
     if node.op == "placeholder":
         return ends.get(node.name, "argument")
     args = [_text(x, numbers) for x in node.args]
@@ -130,7 +204,7 @@ def _line(node: fx.Node, numbers: Mapping[fx.Node, int], ends: Mapping[str, str]
     return f"{node.target}({', '.join(args)})"
 
 
-def _text(item: Any, numbers: Mapping[fx.Node, int]) -> str:
+def _text(item: Any, numbers: Mapping[fx.Node, int | str]) -> str:
     if isinstance(item, fx.Node):
         return f"%{numbers.get(item, '?')}"
     if isinstance(item, list | tuple):

@@ -21,6 +21,7 @@ def fingerprint(program: ExportedProgram, whole: Expanded) -> str:
     ``whole`` has the operations of ``program``."""
     lines = [_line(node) for part in graphs_of(program, whole.graph) for node in part.nodes]
     lines += [str(spec) for spec in whole.inputs]
+    lines += [str(folded.fold) for folded in whole.folds]
     results = program.graph_signature.output_specs[: len(returned(whole.graph))]
     lines += [f"{spec.kind} {spec.target}" for spec in results]
     constants = program.constants.items()

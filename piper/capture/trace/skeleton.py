@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -21,10 +22,8 @@ def fake_like(
     """A fake tensor with the shape, strides and dtype of ``x``, on ``device``. If ``dtype`` is
     given, it replaces a floating-point dtype."""
     kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
-    with mode:
-        fake = torch.empty_strided(x.shape, x.stride(), dtype=kind, device=device)
-    assert isinstance(fake, FakeTensor)
-    return fake
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=kind, device="meta")
+    return FakeTensor(mode, empty, device)
 
 
 def skeleton_of(
@@ -62,14 +61,19 @@ def skeleton_of(
                 "the backward is computed ahead of time; do it after the step"
             )
         names[path] = first.setdefault(id(parameter), path)
-        fake = nn.Parameter(
-            fake_like(parameter, mode, device, None if id(parameter) in precise else dtype),
-            requires_grad=parameter.requires_grad,
-        )
-        memo.setdefault(id(parameter), fake)
+        if id(parameter) not in memo:
+            kind = None if id(parameter) in precise else dtype
+            memo[id(parameter)] = _as_parameter(
+                fake_like(parameter, mode, device, kind), parameter.requires_grad
+            )
     for path, buffer in model.named_buffers(remove_duplicate=False):
         names[path] = first.setdefault(id(buffer), path)
-        memo.setdefault(id(buffer), fake_like(buffer, mode, device))
+        if id(buffer) not in memo:
+            memo[id(buffer)] = fake_like(buffer, mode, device)
+    for module in model.modules():
+        for hooks in vars(module).values():
+            if type(hooks) is OrderedDict and not hooks:
+                memo[id(hooks)] = OrderedDict()  # deepcopy takes its time for it
     try:
         skeleton = copy.deepcopy(model, memo)
         _refuse_aliases(model, memo, names)
@@ -82,6 +86,12 @@ def skeleton_of(
             f"{called} cannot be copied (capture traces a copy of the model): "
             f"{error}; keep what cannot be copied outside the model, or detach() its tensors"
         ) from error
+
+
+def _as_parameter(fake: FakeTensor, trained: bool) -> FakeTensor:
+    """What ``nn.Parameter`` makes of ``fake``, without an operation."""
+    fake._is_param = True
+    return fake.requires_grad_(trained)  # type: ignore[return-value]
 
 
 def _refuse_aliases(model: nn.Module, memo: dict[int, Any], names: dict[str, str]) -> None:
