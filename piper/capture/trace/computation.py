@@ -104,7 +104,7 @@ def computation_of(
         for node in (x for x in part.nodes if x in needed):
             numbers[node] = len(operations)
             operations.append(_line(node, numbers, ends if whole else {}))
-            places.append(LOSS_PLACE if in_loss(node.meta) else _module(node, user_name))
+            places.append(LOSS_PLACE if in_loss(node.meta) else _place(_module(node), user_name))
             for x in pytree.tree_leaves(node.meta.get("val")):
                 if isinstance(x, Tensor):  # data-dependent sizes are refused later
                     sizes |= {n for n in (*x.shape, x.numel()) if isinstance(n, int)}
@@ -143,8 +143,9 @@ class _Repeat:
         lines = [_line(node, marks, {}).split("\0") for node in self.two]
         two = {node: i for i, node in enumerate(self.two)}
         one = {node: i for i, node in enumerate(self.one)}
-        named = self.fold.named(user_name)
-        for number, part in enumerate(named.parts[2:], 2):
+        first = self.fold.parts[1]
+        modules = [_module(node) for node in self.two]
+        for number, part in enumerate(self.fold.parts[2:], 2):
             here = start + (number - 1) * size
             now = [
                 str(
@@ -159,8 +160,11 @@ class _Repeat:
             for pieces in lines:
                 read = [now[int(i)] for i in pieces[1::2]]
                 operations.append("".join(chain(*zip_longest(pieces[::2], read, fillvalue=""))))
-            first = named.parts[1]
-            places += [renamed(place, first, part) for place in places[start : start + size]]
+            moved = {path: _place(renamed(path, first, part), user_name) for path in {*modules}}
+            places += [
+                LOSS_PLACE if said == LOSS_PLACE else moved[path]
+                for said, path in zip(places[start : start + size], modules, strict=True)
+            ]
         numbers |= {node: len(operations) - size + i for i, node in enumerate(self.two)}
 
 
@@ -219,11 +223,14 @@ def _constant(constant: Any) -> str:
     return f"{constant.dtype} {list(constant.shape)} #{digest}"
 
 
-def _module(node: fx.Node, user_name: Callable[[str], str]) -> str:
+def _module(node: fx.Node) -> str:
+    """The path of the module that an operation is of."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    path = user_name(path.removeprefix("L['self'].").removeprefix("model.").removeprefix("model"))
-    return path or "the model"
+    return str(stack[-1][0]).removeprefix("L['self'].") if stack else ""
+
+
+def _place(module: str, user_name: Callable[[str], str]) -> str:
+    return "the model" if module in ("", "model") else user_name(module)
 
 
 def _named(place: str, one: str, two: str) -> OtherOperation:
