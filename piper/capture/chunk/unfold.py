@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from piper.capture.chunk.chunks import Chunk, Cut
 from piper.capture.regions import Region
-from piper.capture.repeats.folds import Fold, NotFolded, Part, renamed
+from piper.capture.repeats.folds import Fold, FoldPart, NotFolded, renamed
 
 _SUFFIX = re.compile(r"_(\d+)$")
 _Value = tuple[int, int]
@@ -132,7 +132,7 @@ class _Unfolding:
         return f"{_base(name)}_{second + (part - 1) * (second - first)}"
 
 
-def _moved(chunk: Chunk, one: Part, two: Part) -> Chunk:
+def _moved(chunk: Chunk, one: FoldPart, two: FoldPart) -> Chunk:
     """A chunk of part ``one`` as the same of part ``two``."""
     regions = dict(zip(one.regions, two.regions, strict=True))
     return replace(

@@ -78,7 +78,7 @@ class LeafCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class EarlierResult:
     """A result of an earlier call of a run."""
 
     call: int
@@ -86,20 +86,20 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CallRun:
     """Calls that are one operation. Its results are those of the last ``period`` calls."""
 
     calls: tuple[LeafCall, ...]
-    given: tuple[tuple[int | Made, ...], ...]
+    given: tuple[tuple[int | EarlierResult, ...], ...]
     """For each call, its tensors: which of the operation's, or results of earlier calls."""
     period: int
     """The number of calls that repeat: each is equal to the call this many before it, and reads the
     same tensors, or those that this many calls later made."""
 
     @property
-    def results(self) -> list[Made]:
+    def results(self) -> list[EarlierResult]:
         last = [*enumerate(self.calls)][-self.period :]
-        return [Made(n, i) for n, call in last for i in range(len(call.variant.tensors))]
+        return [EarlierResult(n, i) for n, call in last for i in range(len(call.variant.tensors))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Attempt:
     """A trace with calls of equal modules as operations."""
 
     found: Found
-    runs: list[Run] = field(default_factory=list)
+    runs: list[CallRun] = field(default_factory=list)
 
 
 _attempt: ContextVar[Attempt] = ContextVar("piper_attempt")

@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
 from piper.capture.regions import Region, tags_of, with_tags
-from piper.capture.repeats.call_ops import MARK, LeafCall, Made
+from piper.capture.repeats.call_ops import MARK, EarlierResult, LeafCall
 from piper.capture.repeats.equal_modules import NotEqual
 from piper.capture.repeats.folds import Fold
 from piper.capture.repeats.leaf_calls import Repeats
@@ -164,14 +164,14 @@ class _Expansion:
         run = self.runs[number]
         inputs: Any = self.given.get(leaf, leaf.args[0])
         fold = Fold.of(run) if self.folded else None
-        made: dict[Made, fx.Node] = {}
+        made: dict[EarlierResult, fx.Node] = {}
         nodes: list[fx.Node] = []
         shown = len(run.calls) if fold is None else 2 * run.period
         for i, (call, places) in enumerate(zip(run.calls[:shown], run.given, strict=False)):
-            given = [made[x] if isinstance(x, Made) else now[inputs[x]] for x in places]
+            given = [made[x] if isinstance(x, EarlierResult) else now[inputs[x]] for x in places]
             copies = self._copy(new, call, given, now)
             region = self.regions[id(call.variant)]
-            made |= {Made(i, j): copies[node] for j, node in enumerate(region.results)}
+            made |= {EarlierResult(i, j): copies[node] for j, node in enumerate(region.results)}
             nodes += [copies[node] for node in region.nodes]
         if fold is not None:
             half = len(nodes) // 2

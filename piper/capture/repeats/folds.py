@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from piper.capture.regions import Region, tags_of
-from piper.capture.repeats.call_ops import Run
+from piper.capture.repeats.call_ops import CallRun
 
 
 class NotFolded(Exception):  # noqa: N818 - not an error: the graph of all parts is used
@@ -28,7 +28,7 @@ class NotFolded(Exception):  # noqa: N818 - not an error: the graph of all parts
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FoldPart:
     """One of the equal parts."""
 
     paths: tuple[str, ...]
@@ -41,16 +41,16 @@ class Part:
 class Fold:
     """Equal parts, in their order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[FoldPart, ...]
 
     @staticmethod
-    def of(run: Run) -> Fold | None:
+    def of(run: CallRun) -> Fold | None:
         """The fold of a run of calls; None if it has too few parts, or parts that share all their
         regions, so that regions do not tell them apart."""
         starts = range(0, len(run.calls), run.period)
         calls = [run.calls[start : start + run.period] for start in starts]
         parts = tuple(
-            Part(
+            FoldPart(
                 tuple(call.path for call in part),
                 tuple(x for call in part for x in (*call.around, *call.regions.values())),
             )
@@ -85,7 +85,7 @@ class Fold:
             raise NotFolded
 
 
-def renamed(path: str, one: Part, two: Part) -> str:
+def renamed(path: str, one: FoldPart, two: FoldPart) -> str:
     """The path in part ``two`` of what has this path in part ``one``."""
     for mine, other in zip(one.paths, two.paths, strict=True):
         if path == mine or path.startswith(f"{mine}."):

@@ -1,8 +1,8 @@
 """While a model is traced, calls of equal modules become single operations, or runs of them one.
 
 The first and the last of equal modules are traced as they are (a ``Trial``), and then stand in the
-graph as one operation too, like all others (``runs.py``). ``expansion.py`` puts the operations of
-the trial in place of each call. What a trial must show: its forward neither writes to its
+graph as one operation too, like all others (``call_runs.py``). ``expansion.py`` puts the operations
+of the trial in place of each call. What a trial must show: its forward neither writes to its
 inputs, parameters or buffers, nor changes an attribute of the model, a random generator or a mode,
 nor looks at a number in which the modules differ; its inputs and results are tensors, plain values
 and an empty key-value cache, and its results share no memory with anything.
@@ -33,6 +33,7 @@ from piper.capture.repeats.call_ops import (
     PassedThrough,
     Trial,
 )
+from piper.capture.repeats.call_runs import RefuseReads, WaitingCalls
 from piper.capture.repeats.equal_modules import (
     Again,
     NotEqual,
@@ -42,7 +43,6 @@ from piper.capture.repeats.equal_modules import (
     number_of,
 )
 from piper.capture.repeats.hidden import hide, is_hidden
-from piper.capture.repeats.runs import RefuseReads, WaitingCalls
 from piper.capture.repeats.signatures import (
     Arguments,
     flat,

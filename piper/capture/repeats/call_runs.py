@@ -1,7 +1,7 @@
 """Calls of equal modules wait until one of their results is needed, and then become operations.
 
 Until then, tensors without an operation stand for their results. If each call reads what the one
-before it made, as the layers of a transformer do, many calls become one operation (a ``Run``), so
+before it made, as the layers of a transformer do, many calls become one operation (``CallRun``), so
 that tracing costs the same for any number of them:
 
     x ─▶ layer 1 ─▶ layer 2 ─▶ layer 3 ─▶ y    becomes    x ─▶ run of three calls ─▶ y
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from piper.capture.repeats.call_ops import Attempt, LeafCall, Made, Run
+from piper.capture.repeats.call_ops import Attempt, CallRun, EarlierResult, LeafCall
 from piper.ir.tensors import TensorSpec
 
 _LONGEST = 8
@@ -71,7 +71,7 @@ class WaitingCalls:
 
     def at_once(self, call: LeafCall, given: list[Tensor]) -> list[Tensor]:
         """The results of an operation for a call that does not wait. No call may wait."""
-        made = self._emitted(Run((call,), (tuple(range(len(given))),), 1), given)
+        made = self._emitted(CallRun((call,), (tuple(range(len(given))),), 1), given)
         self._note(made)
         return made
 
@@ -106,16 +106,16 @@ class WaitingCalls:
 
     def _run(self, calls: list[_Waiting], period: int) -> None:
         """Make one operation of calls that repeat after ``period`` calls."""
-        made: dict[int, Made] = {}
+        made: dict[int, EarlierResult] = {}
         inputs: dict[int, tuple[int, Tensor]] = {}
-        given: list[tuple[int | Made, ...]] = []
+        given: list[tuple[int | EarlierResult, ...]] = []
         for number, one in enumerate(calls):
             for x in one.given:
                 if id(x) not in made:
                     inputs.setdefault(id(x), (len(inputs), self.now(x)))
             given.append(tuple(made.get(id(x)) or inputs[id(x)][0] for x in one.given))
-            made |= {id(x): Made(number, i) for i, x in enumerate(one.made)}
-        run = Run(tuple(one.call for one in calls), tuple(given), period)
+            made |= {id(x): EarlierResult(number, i) for i, x in enumerate(one.made)}
+        run = CallRun(tuple(one.call for one in calls), tuple(given), period)
         results = iter(self._emitted(run, [x for _, x in inputs.values()]))
         for one in calls[-period:]:
             for x in one.made:
@@ -151,7 +151,7 @@ class WaitingCalls:
             same.append(x is y)
         return tuple(same)
 
-    def _emitted(self, run: Run, inputs: list[Tensor]) -> list[Tensor]:
+    def _emitted(self, run: CallRun, inputs: list[Tensor]) -> list[Tensor]:
         self._attempt.runs.append(run)
         made: list[Tensor] = torch.ops.piper_repeats.call(inputs, len(self._attempt.runs) - 1)
         return made
