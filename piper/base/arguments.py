@@ -78,6 +78,8 @@ class Where(Enum):
     """One process per device, on this machine."""
     TORCHRUN = "torchrun"
     """This process is one device; ``torchrun`` started the others."""
+    RAY = "ray"
+    """One process per device, on the machines of a Ray cluster."""
 
 
 class CompilerName(Enum):

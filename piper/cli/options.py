@@ -55,7 +55,18 @@ DeviceName = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 On = Annotated[
     Where,
-    typer.Option("--on", help="The launcher: virtual devices, processes, or torchrun ranks."),
+    typer.Option(
+        "--on", help="The launcher: virtual devices, processes, torchrun ranks, or a Ray cluster."
+    ),
+]
+LaunchOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--launch",
+        metavar="NAME=VALUE",
+        help="An option of the launcher, such as restarts=3 or timeout=5min.",
+        show_default=False,
+    ),
 ]
 Limit = Annotated[
     str | None,

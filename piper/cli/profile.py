@@ -12,6 +12,7 @@ from piper.base.arguments import Where
 from piper.cli.options import (
     AsJson,
     ClusterOption,
+    LaunchOptions,
     MeshSpec,
     On,
     Script,
@@ -28,6 +29,7 @@ def profile(
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
     on: On = Where.VIRTUAL,
+    options: LaunchOptions = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before the measurement.")] = 1,
     kernels: Annotated[
@@ -49,7 +51,7 @@ def profile(
     Example: piper profile train.py --strategy s.json --on processes --timeline t.html
     """
     from piper.cli.print_tables import facts_table
-    from piper.cli.scripts import job_in, strategy_of
+    from piper.cli.scripts import job_in, launch_options, strategy_of
     from piper.launch.launch import launch
 
     output = Output(as_json)
@@ -57,7 +59,7 @@ def profile(
         chosen = strategy_of(strategy, mesh)
         where = cluster_of(cluster) if cluster else None
         program = job_in(script).compile(chosen, cluster=where)
-        trainer = launch(program, on=on.value)
+        trainer = launch(program, on=on.value, **launch_options(options))
         with trainer:
             quiet = not (output.err.is_terminal and output.speaks)
             for _ in track(range(warmup), "warming up", console=output.err, disable=quiet):

@@ -62,19 +62,32 @@ def strategy_of(path: Path | None, spec: str | None) -> Strategy | None:
 
 def meshed(spec: str) -> Strategy:
     """``mesh`` with the arguments in ``spec``."""
-    arguments: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in spec.split(","))):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or not name or not value:
-            raise PiperError(f"--mesh {spec!r}: {part!r} is not of the form name=value")
-        arguments[name] = _value(value)
+    arguments = _arguments("--mesh", spec)
     try:
         return mesh(**arguments)
     except PiperError as error:
         raise PiperError(f"--mesh {spec!r}: {error}") from None
 
 
-def _value(text: str) -> int | float | str:
+def launch_options(given: Sequence[str] | None) -> dict[str, Any]:
+    """The options of ``launch`` in ``given``."""
+    return _arguments("--launch", ",".join(given or ()))
+
+
+def _arguments(option: str, spec: str) -> dict[str, Any]:
+    """The arguments in text such as "pp=2,dp=4"."""
+    arguments: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in spec.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not name or not value:
+            raise PiperError(f"{option} {spec!r}: {part!r} is not of the form name=value")
+        arguments[name] = _value(value)
+    return arguments
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     for kind in (int, float):
         try:
             return kind(text)

@@ -15,6 +15,7 @@ from piper.cli.options import (
     AsJson,
     DeviceName,
     JobSettings,
+    LaunchOptions,
     Limit,
     MeshSpec,
     On,
@@ -35,6 +36,7 @@ def train(
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
     on: On = Where.VIRTUAL,
+    options: LaunchOptions = None,
     settings: JobSettings = None,
     device: DeviceName = None,
     steps: Annotated[
@@ -91,7 +93,7 @@ def train(
 
     Example: piper train train.py --on processes --set lr=1e-4 --steps 100 --save state
     """
-    from piper.cli.scripts import job_in, strategy_of
+    from piper.cli.scripts import job_in, launch_options, strategy_of
     from piper.launch.launch import launch
 
     output = Output(as_json)
@@ -108,7 +110,8 @@ def train(
             raise PiperError("give --save or --resume, not both: each names the folder of the run")
         folder = save or resume
         program = job.compile(chosen, memory_limit=limit)
-        with launch(program, on=on.value, shapes=job.shapes) as trainer:
+        given = launch_options(options)
+        with launch(program, on=on.value, shapes=job.shapes, **given) as trainer:
             default = _STEPS_OF_EXAMPLE if job.batches is None else None
             summary = trainer.fit(
                 (lambda step: trainer.example) if job.batches is None else job.batches,

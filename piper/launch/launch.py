@@ -12,8 +12,10 @@ from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.base.units import class_text, seconds_of
 from piper.launch.device.worker_group import WorkerGroup
-from piper.launch.launch_options import Options, TorchrunOptions, WorkerOptions
+from piper.launch.launch_options import Options, RayOptions, TorchrunOptions, WorkerOptions
+from piper.launch.messages.calling_group import CallingGroup
 from piper.launch.messages.custom_ops import refuse_in_worker
+from piper.launch.on_ray.ray_group import RayWorkerGroup
 from piper.launch.recovery.recovering_group import RecoveringGroup
 from piper.launch.running import start
 from piper.launch.trainer.batch_shapes import BatchShapes
@@ -35,14 +37,14 @@ def launch(
 ) -> Trainer:
     """Start the devices of ``program`` and return a trainer, to be used in a ``with`` block.
 
-    ``on`` is "virtual", "processes" or "torchrun". ``shapes`` is the number of batch shapes allowed
-    besides the example's; each gets its own program, compiled at the first such batch. After a
-    second a terminal shows what is done; ``progress`` says whether to show it. ``options`` are
-    specific to the launcher (``launch_options.py``): for "processes" and "torchrun" ``timeout``
+    ``on`` is "virtual", "processes", "torchrun" or "ray". ``shapes`` is the number of batch shapes
+    allowed besides the example's; each gets its own program, compiled at the first such batch.
+    After a second a terminal shows what is done; ``progress`` says whether to show it. ``options``
+    are specific to the launcher (``launch_options.py``): for those with processes ``timeout``
     (seconds, or "5min", that any operation may take) and ``share_gpus`` (several processes may
-    share a GPU); for "processes" ``restarts`` (how often workers that die, fail or hang are
-    replaced); on GPUs ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a seed:
-    delay streams at random to find races).
+    share a GPU); for "processes" and "ray" ``restarts`` (how often workers that die, fail or hang
+    are replaced); on GPUs ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a
+    seed: delay streams at random to find races).
     """
     if not isinstance(program, Program):
         raise PiperError(
@@ -59,7 +61,7 @@ def launch(
         try:
             with stages.stage("loading the program"):
                 start(group, program)
-            if isinstance(group, ProcessWorkerGroup) and group.options.restarts:
+            if isinstance(group, CallingGroup) and group.options.restarts:
                 group = RecoveringGroup(group, program)
         except BaseException as error:
             group.close(error)
@@ -72,6 +74,7 @@ _LAUNCHERS: dict[Where, tuple[Callable[[Any], WorkerGroup], type[Options]]] = {
     Where.VIRTUAL: (VirtualWorkerGroup, Options),
     Where.PROCESSES: (ProcessWorkerGroup, WorkerOptions),
     Where.TORCHRUN: (TorchrunWorkerGroup, TorchrunOptions),
+    Where.RAY: (RayWorkerGroup, RayOptions),
 }
 _TIMES = ("timeout", "start_timeout", "mirror", "stall")
 """Options that are times, such as 30 or "5min"."""

@@ -3,8 +3,9 @@ workers as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,26 @@ class WorkerOptions(ProcessOptions):
     repeated."""
     stall: float = 5.0
     """With ``restarts``, seconds after which workers hang if none of them moves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions(WorkerOptions):
+    """The options of ``on="ray"``."""
+
+    address: str | None = None
+    """The address of the cluster, as for ``ray.init``, which finds the usual ones without. Not
+    needed if the caller has connected."""
+    machines: int | None = None
+    """The number of machines; by default as few as have room."""
+    cpus: float = 1.0
+    """CPUs of the cluster that each device takes."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the machines must have, such as that of a rack."""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """Ray's description of the environment on other machines: working directory, variables."""
+    shared: str | None = None
+    """A folder that all machines share, for copies of the state; needed for ``restarts`` on several
+    machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def gloo(kind: Move, members: int) -> list[Comm]:
     plan = Plan(group, (only,), (), (), ())
     store, limit = dist.HashStore(), timedelta(seconds=60)
     with ThreadPoolExecutor(members) as pool:  # members wait for each other
-        return list(pool.map(lambda d: Gloo(d, [plan], store, limit, alone=True), group))
+        return list(pool.map(lambda d: Gloo(d, [plan], store, limit, address="127.0.0.1"), group))
 
 
 def test_every_move_that_communicates_is_defined() -> None:

@@ -25,6 +25,8 @@ class StoreAddress:
 
     host: str
     port: int
+    own: str
+    """The address at which other machines reach the worker's own machine."""
 
 
 @dataclass(frozen=True, slots=True)

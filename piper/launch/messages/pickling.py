@@ -9,7 +9,6 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -38,14 +37,13 @@ class Pickled:
         return self._made[id(item)][1]
 
 
-def sendable(given: Any, device: int, weights: Path, pickled: Pickled) -> Any:
-    """One device's argument of a call in a form that ``pickle`` sends to its process. Initial
-    weights go through the file ``weights``, once for all devices."""
+def sendable(given: Any, device: int, pickled: Pickled) -> Any:
+    """One device's argument of a call in a form that ``pickle`` sends to its process."""
     item = given.of(device) if isinstance(given, Each | BatchRows) else given
     if isinstance(given, BatchRows):
         return [x.cpu().clone() for x in item]
     if isinstance(item, FirstWeights):
-        return _Packed(item.in_file(weights), (), None, pickled)
+        return _Packed(item, (), None, pickled)
     if isinstance(item, DeviceProgram):
         return _Packed(item, *defining_modules(*(code for _, code in item.steps)), pickled)
     return item

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from piper.base.errors import PiperError, WorkerError
 from piper.launch.device.device import WorkerDevice
-from piper.launch.device.worker_group import WorkerGroup
+from piper.launch.messages.calling_group import CallingGroup
 from piper.launch.state.saving import accepted, index_of
 from piper.program.program import Program
 from piper.state.checkpoint.index import Index
@@ -23,10 +23,9 @@ _SHARE = 20
 class Mirror:
     """The last copy of the state of a worker group."""
 
-    def __init__(self, group: WorkerGroup, folder: Path, seconds: float) -> None:
-        """Copies go into ``folder``, one every ``seconds``."""
+    def __init__(self, group: CallingGroup, seconds: float) -> None:
+        """Copies go into the folder of ``group``, one every ``seconds``."""
         self._group = group
-        self._folder = folder
         self._seconds = seconds
         self._copies = 0
         self._due = 0.0
@@ -52,7 +51,7 @@ class Mirror:
         """Copy the state of ``program``; the earlier copy is removed. Returns why it failed: then
         the earlier copy stays."""
         start = time.monotonic()
-        folder = self._folder / f"state-{self._copies}"
+        folder = self._group.folder / f"state-{self._copies}"
         self._copies += 1
         try:
             folder.mkdir()

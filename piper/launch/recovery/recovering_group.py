@@ -19,10 +19,10 @@ from torch import Tensor
 from piper.base.errors import PiperError, WorkerError, warn
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.worker_group import BatchRows, OneTrainer
+from piper.launch.messages.calling_group import CallingGroup
 from piper.launch.recovery.fault import Recovery
 from piper.launch.recovery.mirror import Mirror
 from piper.launch.running import start
-from piper.launch.workers.processes import ProcessWorkerGroup
 from piper.program.program import Program
 
 _STEPS = (WorkerDevice.step, WorkerDevice.profile)
@@ -49,12 +49,12 @@ class RecoveringGroup(OneTrainer):
 
     damaged = False  # a failed step is undone
 
-    def __init__(self, group: ProcessWorkerGroup, program: Program) -> None:
+    def __init__(self, group: CallingGroup, program: Program) -> None:
         """``group`` runs ``program``."""
         self._group = group
         self._program: Program | None = program
         """None after a switch, until the next batch says to which."""
-        self._mirror = Mirror(group, group.workers.folder, group.options.mirror)
+        self._mirror = Mirror(group, group.options.mirror)
         self._since: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         """The calls since the last copy that changed the state."""
         self._is_saving = False
@@ -106,7 +106,7 @@ class RecoveringGroup(OneTrainer):
         try:
             answers = self._group.call(method, *arguments)
         except WorkerError:
-            self._group.workers.end()
+            self._group.end()
             raise
         if method is WorkerDevice.take:
             self._program = None
@@ -124,7 +124,7 @@ class RecoveringGroup(OneTrainer):
                 fault: WorkerError | None = error
             while fault is not None:
                 if self._program is None or not self._restarts or _cause(fault) == last:
-                    self._group.workers.end()
+                    self._group.end()
                     raise fault
                 last = _cause(fault)
                 fault = self._recover(fault)
@@ -133,18 +133,16 @@ class RecoveringGroup(OneTrainer):
         """Bring all devices to the state in which ``fault`` found them; returns another fault that
         happened meanwhile."""
         begun, self._restarts = time.monotonic(), self._restarts - 1
-        before = {worker.process.pid for worker in self._group.workers.processes}
         assert self._program is not None
         try:
             start(self._group, self._program)
+            new = tuple(self._group.started)
             if not self._mirror.is_empty:
                 self._mirror.restore()
             for method, arguments in self._since:
                 self._group.call(method, *arguments)
         except WorkerError as error:
             return error
-        workers = self._group.workers.processes
-        new = tuple(worker.device for worker in workers if worker.process.pid not in before)
         why = str(fault).splitlines()[0]
         self._recoveries.append(Recovery(why, new, len(self._since), time.monotonic() - begun))
         left, given = self._restarts, self._group.options.restarts

@@ -51,9 +51,9 @@ class LocalWorkers:
 
     def seat(
         self, devices: Iterable[int], kind: torch.device, store: StoreAddress | None = None
-    ) -> None:
+    ) -> list[int]:
         """Start workers for new devices, and end the others. They find each other in ``store``, or
-        without one in a file of the folder."""
+        without one in a file of the folder. Returns the new devices."""
         refuse_ended(self._finalizer)
         wanted = sorted(devices)
         if kind.type == "cuda":
@@ -70,8 +70,9 @@ class LocalWorkers:
         for worker in workers:
             task = WorkerTask(worker.device, worker.local, tuple(sys.path), store, self._options)
             worker.send(dumped(task))
+        return new
 
-    def call(self, calls: Iterable[tuple[int, bytes]], timeout: float) -> CallAnswers:
+    def call(self, calls: Iterable[tuple[int, bytes]]) -> CallAnswers:
         """Send each worker its message, as soon as this is there. The answers must be waited
         for."""
         refuse_ended(self._finalizer)
@@ -79,8 +80,11 @@ class LocalWorkers:
             worker = self.processes[self.devices.index(device)]
             worker.forget_pc()
             worker.send(message)
-        watched = self._options.restarts and self.ready
-        return CallAnswers(self.processes, timeout, self._options.stall if watched else math.inf)
+        options = self._options
+        if not self.ready:
+            return CallAnswers(self.processes, options.start_timeout)
+        stall = options.stall if options.restarts else math.inf
+        return CallAnswers(self.processes, options.timeout, stall)
 
     def keep_idle(self, answers: CallAnswers) -> None:
         """After a failed call, keep the workers that can take another one, and end the others. The

@@ -23,6 +23,9 @@ from piper.state.checkpoint.slices import Slice
 from piper.state.device.resharding import exchange, parcels
 from piper.state.device_program import DeviceProgram
 
+_LOOPBACK = "127.0.0.1"
+"""The address of this machine that is closed to others."""
+
 
 class ProcessLinks:
     """How the device of this process reaches the others."""
@@ -30,16 +33,24 @@ class ProcessLinks:
     tracked = True
 
     def __init__(
-        self, store: dist.Store, local: int, options: ProcessOptions, *, alone: bool
+        self,
+        store: dist.Store,
+        local: int,
+        options: ProcessOptions,
+        *,
+        alone: bool,
+        address: str | None = None,
     ) -> None:
         """``store`` is shared by all processes of this job and used by no other. ``local`` is the
-        index of this process on its machine. ``alone`` says that all are on one machine."""
+        index of this process on its machine. ``alone`` says that all are on one machine; otherwise
+        ``address`` is that of this machine, if known."""
         self.store = store
         self.gives: dict[int, Sequence[Slice]] = {}
         self._local = local
         self._timeout = timedelta(seconds=options.timeout)
         self._share_gpus = options.share_gpus
         self._alone = alone
+        self._address = _LOOPBACK if alone else address
         self._where: torch.device | None = None
 
     def place(self, kind: torch.device) -> torch.device:
@@ -59,14 +70,14 @@ class ProcessLinks:
         if where.type == "cuda":
             comm = Nccl(number, plans, store, self._timeout, where, program.streams)
         else:
-            comm = Gloo(number, plans, store, self._timeout, alone=self._alone)
+            comm = Gloo(number, plans, store, self._timeout, address=self._address)
         return comm, Runners(program.compiler, where)
 
     def exchange(
         self, job: str, number: int, room: NextState, wants: Mapping[int, Sequence[Slice]]
     ) -> None:
         store = dist.PrefixStore(f"{job} switch", self.store)
-        link = Peers(tuple(wants), number, store, self._timeout, alone=self._alone)
+        link = Peers(tuple(wants), number, store, self._timeout, address=self._address)
         gives = self.gives.get(number, ())
         exchange(number, gives, room.missing, parcels(room.index, wants, number), link)
         link.barrier()

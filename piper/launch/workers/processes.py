@@ -12,67 +12,58 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
 
 import torch
 
-from piper.base.errors import WorkerError
-from piper.launch.device.worker_group import OneTrainer
+from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.launch_options import WorkerOptions
-from piper.launch.messages.calls import Call, dumped
-from piper.launch.messages.pickling import Pickled, sendable
-from piper.launch.workers.first_failure import FailedCall
+from piper.launch.messages.calling_group import CallingGroup, DeviceAnswers
+from piper.launch.workers.first_failure import CallAnswers
 from piper.launch.workers.local_workers import LocalWorkers
-from piper.runtime.torch_flags import Flags
 
 
-class ProcessWorkerGroup(OneTrainer):
+class ProcessWorkerGroup(CallingGroup):
     """A process for each device of a program."""
 
-    damaged = False  # a failed step ends the workers
-
     def __init__(self, options: WorkerOptions) -> None:
-        self.options = options
-        self.workers = LocalWorkers(options)
+        super().__init__(options)
+        self._workers = LocalWorkers(options)
+        self._last: CallAnswers | None = None
 
     @property
     def devices(self) -> list[int]:
-        return self.workers.devices
+        return self._workers.devices
+
+    @property
+    def threads(self) -> int:
+        """An even share of the cores."""
+        return self.options.threads or max(1, (os.cpu_count() or 1) // max(1, len(self.devices)))
+
+    @property
+    def folder(self) -> Path:
+        return self._workers.folder
 
     def seat(self, devices: Iterable[int], kind: torch.device) -> None:
-        self.workers.seat(devices, kind)
+        self.started = self._workers.seat(devices, kind)
 
-    def call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Send one call to all workers, and return their answers. Any interruption ends all
-        workers: a call that only some received, or an unread answer, would be mistaken for another
-        one later."""
-        workers, options = self.workers, self.options
-        threads = options.threads or max(1, (os.cpu_count() or 1) // max(1, len(self.devices)))
-        flags, pickled = Flags.here(), Pickled()
-        weights = workers.folder / "weights.pt"
+    def share(self, weights: FirstWeights) -> Callable[[int], FirstWeights]:
+        found = weights.in_file(self.folder / "weights.pt")
+        return lambda device: found
 
-        def message(device: int) -> bytes:
-            given = tuple(sendable(x, device, weights, pickled) for x in arguments)
-            return dumped(Call(method, given, flags, threads))
-
-        try:
-            # one by one: the first worker can begin while the next one's part is cut
-            calls = ((device, message(device)) for device in self.devices)
-            limit = options.timeout if workers.ready else options.start_timeout
-            given = workers.call(calls, limit)
-            answers = given.within(math.inf)
-        except BaseException:
-            workers.end()
-            raise
-        if isinstance(answers, FailedCall):
-            error = answers.error()
-            if options.restarts and isinstance(error, WorkerError):
-                workers.keep_idle(given)
-            else:
-                workers.end()
-            raise error
+    def answers(self, message: Callable[[int], bytes]) -> DeviceAnswers:
+        # one by one: the first worker can begin while the next one's part is cut
+        self._last = self._workers.call((device, message(device)) for device in self.devices)
+        answers = self._last.within(math.inf)
         assert answers is not None
-        return [answers[device] for device in self.devices]
+        return answers
+
+    def keep_idle(self) -> None:
+        if self._last is not None:
+            self._workers.keep_idle(self._last)
+
+    def end(self) -> None:
+        self._workers.end()
 
     def close(self, error: BaseException | None = None) -> None:
-        self.workers.close()
+        self._workers.close()

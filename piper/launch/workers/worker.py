@@ -128,7 +128,8 @@ class _Links(ProcessLinks):
         else:
             store = dist.TCPStore(task.store.host, task.store.port)
         store.set_timeout(timedelta(seconds=task.options.start_timeout))
-        super().__init__(store, task.local, task.options, alone=task.store is None)
+        alone, own = task.store is None, None if task.store is None else task.store.own
+        super().__init__(store, task.local, task.options, alone=alone, address=own)
 
     def connect(
         self, job: str, program: DeviceProgram, where: torch.device

@@ -87,12 +87,12 @@ class Gloo:
         store: dist.Store,
         timeout: timedelta,
         *,
-        alone: bool = False,
+        address: str | None = None,
     ) -> None:
-        """``store`` is shared by all processes of the job and by no other job. ``alone``: all these
-        processes are on this machine."""
+        """``store`` is shared by all processes of the job and by no other job. ``address`` is that
+        at which this process listens; None for gloo's choice."""
         self._device = device
-        sockets = _sockets(alone)
+        sockets = _sockets(address)
         self._backends = {
             one: _backend(one, device, store, timeout, sockets)
             for one in communicators_of(plans, device)
@@ -156,12 +156,12 @@ class Peers:
         store: dist.Store,
         timeout: timedelta,
         *,
-        alone: bool = False,
+        address: str | None = None,
     ) -> None:
-        """Only the members use ``store``. ``alone``: all members are on this machine."""
+        """Only the members use ``store``. ``address`` is as in ``Gloo``."""
         self._members = members
         one = Communicator("peers", members, message=False)
-        self._backend = _backend(one, device, store, timeout, _sockets(alone))
+        self._backend = _backend(one, device, store, timeout, _sockets(address))
 
     def send(self, data: Tensor, to: int, tag: int) -> Handle:
         return _Sent(self._backend.send([data], self._members.index(to), tag))
@@ -174,13 +174,13 @@ class Peers:
         self._backend.barrier().wait()
 
 
-def _sockets(alone: bool) -> Any:
-    """The network interface this process listens on: torch's ``GLOO_SOCKET_IFNAME`` if it is set;
-    127.0.0.1, closed to other machines, if all processes are on this one; else gloo's default."""
+def _sockets(address: str | None) -> Any:
+    """The network interface this process listens on: torch's ``GLOO_SOCKET_IFNAME`` if it is set,
+    else that of ``address``, else gloo's default."""
     if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
-    if alone:
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    if address is not None:
+        return dist.ProcessGroupGloo.create_device(hostname=address)
     return dist.ProcessGroupGloo.create_default_device()
 
 

@@ -1,0 +1,1 @@
+"""Worker processes on the machines of a Ray cluster."""
