@@ -13,7 +13,7 @@ from piper.cli.demo.command import demo
 from piper.cli.profile import profile
 from piper.cli.show import cache, show
 from piper.cli.simulate import simulate
-from piper.cli.train import train
+from piper.cli.train import TrainCommand, train
 
 app = typer.Typer(
     name="piper",
@@ -44,7 +44,8 @@ def _root(
     return
 
 
-for command in (train, check, verify, show, simulate, profile, compare):
+app.command(no_args_is_help=True, cls=TrainCommand)(train)
+for command in (check, verify, show, simulate, profile, compare):
     app.command(no_args_is_help=True)(command)
 app.command()(demo)
 app.command()(cache)

@@ -44,7 +44,7 @@ JobSettings = Annotated[
         "--set",
         metavar="NAME=VALUE",
         help="A setting of the job: a parameter of `job` that has a default, such as lr=1e-4 or "
-        "model.layers=8. A name that is unknown lists them all.",
+        "model.layers=8. With a script, --help lists them.",
         show_default=False,
     ),
 ]

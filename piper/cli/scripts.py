@@ -16,7 +16,7 @@ from piper.base.errors import PiperError
 from piper.cost.cluster import Cluster
 from piper.lower.plans.memory_limit import check_limit
 from piper.program.job import Job
-from piper.program.job_settings import job_with, refuse_settings
+from piper.program.job_settings import job_with, refuse_settings, settings_text
 from piper.program.program import Program
 from piper.strategies import mesh
 from piper.strategies.strategy import Strategy
@@ -36,6 +36,12 @@ def job_in(script: Path, settings: Sequence[str] = ()) -> Job:
             f"(found {type(job).__name__ if job is not None else 'nothing'} by that name)"
         )
     return job
+
+
+def settings_in(script: Path) -> str:
+    """The settings of the job that a script defines, and their defaults."""
+    job = getattr(_loaded(script), "job", None)
+    return settings_text(job) if callable(job) else f"{script} defines no function `job`"
 
 
 def program_of(

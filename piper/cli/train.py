@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from piper.base.arguments import Where
 from piper.base.errors import PiperError
@@ -26,6 +27,22 @@ from piper.cli.output import Output
 
 if TYPE_CHECKING:
     from piper.launch.trainer.step_result import StepResult
+
+
+class TrainCommand(TyperCommand):
+    """A command whose help also lists the settings of the script that is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["script"] = next((Path(x) for x in args if Path(x).is_file()), None)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        if (script := ctx.meta["script"]) is not None:
+            from piper.cli.scripts import settings_in
+
+            typer.echo(settings_in(script))
+
 
 _STEPS_OF_EXAMPLE = 10
 """Steps of a job without batches, if none are asked for."""

@@ -7,6 +7,7 @@ same batches, in fp64 if the model and its loss can. If they part, one more step
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from piper.base.errors import PiperError
+from piper.base.errors import PiperError, PiperWarning
 from piper.base.modes import without_modes
 from piper.base.units import class_text, counted
 from piper.capture.batch import Batch
@@ -204,7 +205,9 @@ class _Run:
     def _launched(self, given: CompileArguments) -> Iterator[Trainer]:
         """The trainer of ``given`` under the program's strategy."""
         assert self.program.again is not None
-        program = self.program.again(given, limited=False)
+        with warnings.catch_warnings():  # the program's own compilation has given them
+            warnings.simplefilter("ignore", PiperWarning)
+            program = self.program.again(given, limited=False)
         _refuse_random(program)
         with launch(program) as trainer, without_modes(program.training.default_dtype):
             yield trainer

@@ -67,7 +67,10 @@ class Job(CompileArguments):
         The costs of ``cluster``, if given, order what the strategy leaves open."""
         chosen = strategy or self.strategy
         if chosen is None:
-            raise PiperError("the job has no strategy: name one, or give it one (Job(strategy=))")
+            raise PiperError(
+                "the job has no strategy: give --mesh pp=2,dp=2 or --strategy FILE, or give the "
+                "job one (Job(strategy=...))"
+            )
         return self.capture().compile(
             chosen,
             memory_limit=memory_limit if memory_limit is not None else self.memory_limit,

@@ -21,8 +21,7 @@ from piper.base.errors import PiperError
 
 def job_with(job: Callable[..., Any], given: Sequence[str]) -> Any:
     """The result of ``job`` with the settings ``given``, each as "name=value"."""
-    signature = inspect.signature(job)
-    settings = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty}
+    settings = _settings(job)
     kinds = get_type_hints(job) if given else {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -32,6 +31,12 @@ def job_with(job: Callable[..., Any], given: Sequence[str]) -> Any:
     return job(**settings)
 
 
+def settings_text(job: Callable[..., Any]) -> str:
+    """The settings of ``job`` and their defaults, as they are written."""
+    rows = [f"  --set {name}={_written(x)}" for name, x in _flat(_settings(job)).items()]
+    return "\n".join(["Settings of the job, with their defaults:", *rows]) if rows else _NONE
+
+
 def refuse_settings(given: Sequence[str], script: object) -> None:
     """Refuse settings of a job that is no function."""
     if given:
@@ -39,6 +44,12 @@ def refuse_settings(given: Sequence[str], script: object) -> None:
             f"--set {given[0]}: {script} defines 'job' as a finished Job. Settings are parameters "
             "with defaults of a function: write def job(lr: float = 3e-4) -> piper.Job: ..."
         )
+
+
+def _settings(job: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of ``job`` that have defaults."""
+    parameters = inspect.signature(job).parameters.values()
+    return {x.name: x.default for x in parameters if x.default is not x.empty}
 
 
 def _changed(
@@ -69,7 +80,8 @@ def _parsed(value: str, kind: Any, text: str) -> Any:
         return msgspec.convert(value, kind, strict=False, dec_hook=lambda kind, x: kind(x))
     except Exception as error:  # noqa: BLE001 - the user's own type may raise any
         name = getattr(kind, "__name__", None) or str(kind)
-        raise PiperError(f"--set {text}: {value!r} is not a valid {name} ({error})") from None
+        why = "write true or false" if kind is bool else error
+        raise PiperError(f"--set {text}: {value!r} is not a valid {name} ({why})") from None
 
 
 def _inside(item: Any) -> Mapping[str, Any]:
@@ -88,8 +100,16 @@ def _flat(item: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+_NONE = "The function `job` has no parameter with a default, so there is nothing to set"
+
+
 def _listed(settings: Any) -> str:
     rows = [f"{name}={value!r}" for name, value in _flat(settings).items()]
-    if not rows:
-        return "The function `job` has no parameter with a default, so there is nothing to set"
-    return f"The settings of this job are {', '.join(rows)}"
+    return f"The settings of this job are {', '.join(rows)}" if rows else _NONE
+
+
+def _written(value: Any) -> str:
+    """``value`` as ``--set`` takes it."""
+    if value is None:
+        return "None"
+    return msgspec.json.encode(value, enc_hook=str).decode().strip('"')

@@ -27,7 +27,7 @@ from piper.cli.app import app
 from piper.cli.options import cluster_of
 from piper.cli.scripts import job_in, meshed
 from piper.launch.launch import Where
-from piper.program.job_settings import job_with
+from piper.program.job_settings import job_with, settings_text
 from piper.strategies import mesh
 from tests.strategies.test_strategy_errors import MISTAKES, Mistake
 
@@ -602,6 +602,10 @@ def test_settings_have_the_types_of_the_defaults() -> None:
     found = job_with(settled, [*given, "tables.a=5", "where=processes"])
     assert found == [1e-4, Shape(8, True), "x=y", (3, 4), {"a": 5}, Where.PROCESSES]
     assert job_with(settled, []) == settled()
+    written = re.findall("--set (.*)", settings_text(settled))
+    assert written.pop(3) == "name=None"
+    assert written[-2:] == ["tables.a=1", "where=virtual"]
+    assert job_with(settled, written) == settled()
 
 
 @pytest.mark.parametrize(
@@ -611,7 +615,7 @@ def test_settings_have_the_types_of_the_defaults() -> None:
         ("model.layer=1", r"did you mean model.layers\?"),
         ("lr.x=1", "no such setting"),
         ("model.layers=two", "'two' is not a valid int"),
-        ("model.tied=perhaps", "'perhaps' is not a valid bool"),
+        ("model.tied=perhaps", r"'perhaps' is not a valid bool \(write true or false\)"),
         ("lr", "write name=value. The settings of this job are lr=0.1"),
     ],
 )
@@ -631,7 +635,11 @@ def test_train_takes_settings(tmp_path: Path) -> None:
     ]
     assert losses[0][0] == losses[1][0]
     assert losses[0][1] != losses[1][1]
+    assert run("train", path, "--help").stdout.strip().endswith("defaults:\n  --set lr=0.01")
+    path.write_text(SCRIPT)
+    assert "nothing to set" in run("train", "--help", path).stdout
     path.write_text(SCRIPT + "\njob = job()\n")
+    assert "defines no function `job`" in run("train", path, "--help").stdout
     words = " ".join(run("train", path, "--set", "lr=1", code=1).stderr.split())
     assert "defines 'job' as a finished Job" in words
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,21 @@ def test_where_a_model_that_counts_its_rows_parts(
     assert report.parted == parted
     assert report.largest > 0.01
     assert f"({report.where}); they part first in {parted}\n" in str(report)
+
+
+def test_a_loss_that_is_not_a_mean_over_rows_is_warned_of_once() -> None:
+    """By the program, and not again by each of those that it is compared with."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + (output.mean() - target.mean()) ** 2
+
+    with pytest.warns(piper.PiperWarning, match="not linear in its sum or mean over rows"):
+        program = piper.compile(
+            nn.Linear(WIDTH, WIDTH), mesh(dp=2), inputs=(X,), targets=(Y,), loss=loss,
+            optimizer=adamw,
+        )  # fmt: skip
+    with warnings.catch_warnings(action="error", category=piper.PiperWarning):
+        assert not piper.verify(program, steps=1).equal
 
 
 class Lowers(nn.Module):

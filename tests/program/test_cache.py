@@ -340,6 +340,7 @@ def test_a_hit_is_what_was_compiled(entries: Entries) -> None:
     assert "from the cache" not in first.tracing
     assert again.text() == first.text()
     assert losses(again) == losses(first) == losses(compiled(cache=False))
+    assert all(map(torch.equal, again.example.tensors, first.example.tensors))  # and not its shapes
     (entry,) = entries
     assert entry.about is not None
     assert entry.about.what == "Small, 2 devices"

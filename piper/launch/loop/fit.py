@@ -118,7 +118,7 @@ class Checkpoints:
         if known and not resume:
             raise PiperError(
                 f"{folder} has the checkpoints of a run that reached step {max(known)}: set "
-                "resume=True to resume from there, or use another folder"
+                "resume=True (piper train: --resume) to continue it, or use another folder"
             )
         if known or isinstance(resume, bool):
             return self._last_of(known) or SavedRun(0)

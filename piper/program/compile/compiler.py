@@ -267,6 +267,7 @@ class Capture:
             program,
             settings=replace(program.settings, costs=under.costs or Costs()),
             arguments=self._given,
+            example=self._given.batch,
             again=partial(self._again, under),
             frozen=self._frozen,
             given=digest,
