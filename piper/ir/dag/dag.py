@@ -14,6 +14,7 @@ from functools import cached_property
 from msgspec import Struct
 
 from piper.ir.collectives import Move
+from piper.ir.dag.edges import Edges
 from piper.ir.dag.facts import Model
 from piper.ir.dag.values import Content, Extra, Role, Value, ValueTable
 from piper.ir.mesh import Mesh
@@ -143,6 +144,11 @@ class Dag:
     def producers(self) -> Mapping[int, int]:
         """The node that makes each value."""
         return {value: i for i, node in enumerate(self.nodes) for value in node.writes}
+
+    @cached_property
+    def edges(self) -> Edges:
+        """What all nodes read, write and wait for."""
+        return Edges(self.nodes)
 
     def role(self, value: int) -> Role | None:
         """The role of a value of the model; None for a value that lowering added."""

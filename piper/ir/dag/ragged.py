@@ -72,6 +72,11 @@ class Ragged:
         """Rows of the same lengths with other items."""
         return Ragged(self.starts, items)
 
+    def then(self, other: Ragged) -> Ragged:
+        """The rows of this one, then those of ``other``."""
+        starts = np.concatenate((self.starts, self.starts[-1] + other.starts[1:]))
+        return Ragged(starts, np.concatenate((self.items, other.items)))
+
     def followed_by(self, other: Ragged) -> Ragged:
         """Each row of this one, then the same row of ``other``."""
         starts = self.starts + other.starts

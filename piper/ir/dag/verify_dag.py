@@ -7,7 +7,7 @@ names and the responsible directive.
 
 from __future__ import annotations
 
-from collections import Counter
+import numpy as np
 
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, group_text, name_of
@@ -25,11 +25,10 @@ def verify(dag: Dag) -> None:
 
 
 def _one_producer(dag: Dag) -> None:
-    made = Counter(value for node in dag.nodes for value in node.writes)
-    for node in dag.nodes:
-        for number in node.reads:
-            given = number not in made and dag.role(number) in GIVEN
-            assert given or made[number] == 1, "a directive lost or doubled a value"
+    writes, reads = dag.edges.writes.items, dag.edges.reads.items
+    assert len(np.unique(writes)) == len(writes), "a directive doubled a value"
+    unmade = reads[dag.edges.makers < 0].tolist()
+    assert all(dag.role(number) in GIVEN for number in unmade), "a directive lost a value"
 
 
 def refuse_scattered(dag: Dag) -> None:
@@ -48,21 +47,9 @@ def refuse_scattered(dag: Dag) -> None:
 
 def _cycle(dag: Dag) -> list[int]:
     """The nodes of a cycle in order; empty if there is none."""
-    waiting: dict[int, int] = {}
-    followers: list[list[int]] = [[] for _ in dag.nodes]
-    for i in range(len(dag.nodes)):
-        befores = dag.predecessors(i)
-        waiting[i] = len(befores)
-        for before in befores:
-            followers[before].append(i)
-    ready = [i for i, count in waiting.items() if count == 0]
-    while ready:
-        done = ready.pop()
-        del waiting[done]
-        for i in followers[done]:
-            waiting[i] -= 1
-            if waiting[i] == 0:
-                ready.append(i)
+    left = np.ones(len(dag.nodes), bool)
+    left[dag.edges.order] = False
+    waiting = dict.fromkeys(np.flatnonzero(left).tolist())
     if not waiting:
         return []
     path: list[int] = [next(iter(waiting))]

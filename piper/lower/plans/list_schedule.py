@@ -16,8 +16,11 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.edges import Edges
 from piper.ir.dag.node_kinds import NodeKinds
 from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Transfer, Update
@@ -45,43 +48,39 @@ def schedule(
     by_kind = [duration(node) for node in examples]
     lengths = [by_kind[kind] for kind in kinds.of]
     late = [_reduces(dag, node) or isinstance(node.op, Update) for node in examples]
-    sends = [isinstance(node.op, Transfer) for node in examples]
-    followers, waiting = _edges(dag)
-    tails = _tails(followers, waiting, lengths)
-    urgency = [
-        (late[kind], -tail, not sends[kind]) for kind, tail in zip(kinds.of, tails, strict=True)
-    ]
+    ranks = _ranks(dag, kinds, lengths)
     needs_of, resource_count = _needs(classes, examples)
     needs = [needs_of[kind] for kind in kinds.of]
-    counted = [isinstance(node.op, Collective) and node.op.in_turn for node in examples]
     free = [0.0] * resource_count
     start, end = [0.0] * len(dag.nodes), [0.0] * len(dag.nodes)
-    ready: list[tuple[float, tuple[bool, float, float], int]] = []
+    ready: list[tuple[float, bool, float, int]] = []
 
     def push(number: int, possible: float) -> None:
-        rank: tuple[bool, float, float] = urgency[number]
-        if rank[0]:
-            rank = (*_LATE, possible)  # first come, first served: it holds its gradients longest
+        behind = late[kinds.of[number]]
+        # among those that may wait, first come, first served: it holds its gradients longest
+        rank = possible if behind else ranks[number]
         for resource in needs[number]:
             if free[resource] > possible:
                 possible = free[resource]
-        heapq.heappush(ready, (possible, rank, number))
+        heapq.heappush(ready, (possible, behind, rank, number))
 
     earliest = [0.0] * len(dag.nodes)
-    known = [0.0] * len(dag.nodes)
-    """When the inputs of a node are ready, except counts that its own stream delivers just before
-    it."""
+    counted = [isinstance(node.op, Collective) and node.op.in_turn for node in examples]
     counts = {
         n: brought_in_turn(dag, dag.nodes[n]) for n, kind in enumerate(kinds.of) if counted[kind]
     }
+    known = list(earliest) if counts else earliest
+    """When the inputs of a node are ready, except counts that its own stream delivers just before
+    it."""
     issue = _Issue([_eager(dag, node) for node in examples], kinds.of, resource_count)
-    for number, count in enumerate(waiting):
+    starts, followers = dag.edges.followers.starts.tolist(), dag.edges.followers.items.tolist()
+    left = dag.edges.waiting.tolist()
+    for number, count in enumerate(left):
         if count == 0:
             push(number, 0.0)
     order: list[int] = []
-    left = list(waiting)
     while ready:
-        possible, _, number = heapq.heappop(ready)
+        possible, _, _, number = heapq.heappop(ready)
         now = earliest[number]
         for resource in needs[number]:
             if free[resource] > now:
@@ -90,19 +89,20 @@ def schedule(
             push(number, earliest[number])
             continue
         start[number], end[number] = now, now + lengths[number]
+        then = end[number]
         for resource in needs[number]:
-            free[resource] = end[number]
-        issue.note(number, now, end[number], known[number], needs[number], followers[number])
+            free[resource] = then
+        following = followers[starts[number] : starts[number + 1]]
+        issue.note(number, now, then, known[number], needs[number], following)
         order.append(number)
-        now = end[number]
-        for following in followers[number]:
-            if earliest[following] < now:
-                earliest[following] = now
-            if known[following] < now and counts.get(following) != number:
-                known[following] = now
-            left[following] -= 1
-            if left[following] == 0:
-                push(following, earliest[following])
+        for other in following:
+            if counts and known[other] < then and counts.get(other) != number:
+                known[other] = then
+            if earliest[other] < then:
+                earliest[other] = then
+            left[other] -= 1
+            if left[other] == 0:
+                push(other, earliest[other])
     assert len(order) == len(dag.nodes), "verify lets no cycle through"
     return IssueOrder(issue.sorted(order), tuple(start), tuple(end))
 
@@ -164,7 +164,6 @@ def _eager(dag: Dag, node: Node) -> bool:
             return False
 
 
-_LATE = (True, 0.0)
 _REDUCING = (Move.ALL_REDUCE, Move.REDUCE_SCATTER)
 
 
@@ -190,33 +189,26 @@ def _needs(classes: RankClasses, nodes: Sequence[Node]) -> tuple[list[tuple[int,
     return needs, len(numbers)
 
 
-def _edges(dag: Dag) -> tuple[list[list[int]], list[int]]:
-    """The followers of each node, and the number of its predecessors."""
-    producers = dag.producers
-    followers: list[list[int]] = [[] for _ in dag.nodes]
-    waiting = []
-    for number, node in enumerate(dag.nodes):
-        before = {producers[v] for v in node.reads if v in producers}
-        before.update(node.after)
-        waiting.append(len(before))
-        for b in before:
-            followers[b].append(number)
-    return followers, waiting
+def _ranks(dag: Dag, kinds: NodeKinds, lengths: Sequence[float]) -> list[int]:
+    """A number for each node that is smaller for more urgent ones: those with the longest remaining
+    path, of these those that send."""
+    sends = np.array([isinstance(node.op, Transfer) for node in kinds.nodes], bool)
+    urgency = np.array(_tails(dag.edges, lengths)), sends[kinds.of]
+    order = np.lexsort((urgency[1], urgency[0]))[::-1]
+    differs = [np.diff(key[order], prepend=key[order[:1]]) != 0 for key in urgency]
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.cumsum(differs[0] | differs[1])
+    return ranks.tolist()
 
 
-def _tails(
-    followers: Sequence[list[int]], waiting: Sequence[int], lengths: Sequence[float]
-) -> list[float]:
+def _tails(edges: Edges, lengths: Sequence[float]) -> list[float]:
     """The longest remaining path from each node on."""
-    left = list(waiting)
-    order = [n for n, count in enumerate(left) if count == 0]
-    for number in order:
-        for following in followers[number]:
-            left[following] -= 1
-            if left[following] == 0:
-                order.append(following)
-    tails = [0.0] * len(left)
-    for number in reversed(order):
-        after = max([tails[f] for f in followers[number]], default=0.0)
-        tails[number] = after + lengths[number]
+    starts, followers = edges.followers.starts.tolist(), edges.followers.items.tolist()
+    tails = [0.0] * len(lengths)
+    for number in reversed(edges.order.tolist()):
+        longest = 0.0
+        for following in followers[starts[number] : starts[number + 1]]:
+            if tails[following] > longest:
+                longest = tails[following]
+        tails[number] = longest + lengths[number]
     return tails

@@ -65,12 +65,12 @@ class PlanContext:
         self._first_buffer = len(leaders)
         self.numbered = len(leaders) + len(dag.extra)
         """The number of values and possible buffers."""
-        self.reads = Ragged.of([*(node.reads for node in dag.nodes), ()])
+        edges, nothing = dag.edges, Ragged.of([()])
+        self.reads = edges.reads.then(nothing)
         """The values that each node reads; then an empty row."""
-        writes = Ragged.of([*(node.writes for node in dag.nodes), ()])
-        self.writes = writes.with_items(leaders[writes.items])
+        self.writes = edges.writes.with_items(leaders[edges.writes.items]).then(nothing)
         """The values that each node makes, or the first of their sums; then an empty row."""
-        self.after = Ragged.of([node.after for node in dag.nodes])
+        self.after = edges.after
         self._names: dict[int, str] = {}
         self._axes: dict[int, tuple[tuple[str, int, int], ...]] = {}
         self._first_extra = dag.first_extra
