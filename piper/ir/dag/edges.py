@@ -26,9 +26,19 @@ class Edges:
     """The edges between nodes, which are values and orders."""
 
     def __init__(self, nodes: Sequence[Wired]) -> None:
-        self.reads = Ragged.of([node.reads for node in nodes])
-        self.writes = Ragged.of([node.writes for node in nodes])
-        self.after = Ragged.of([node.after for node in nodes])
+        self._nodes = nodes
+
+    @cached_property
+    def reads(self) -> Ragged:
+        return Ragged.of([node.reads for node in self._nodes])
+
+    @cached_property
+    def writes(self) -> Ragged:
+        return Ragged.of([node.writes for node in self._nodes])
+
+    @cached_property
+    def after(self) -> Ragged:
+        return Ragged.of([node.after for node in self._nodes])
 
     @cached_property
     def makers(self) -> Ints:

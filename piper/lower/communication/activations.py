@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from msgspec import structs
 
 from piper.base.errors import DirectiveError
@@ -23,6 +24,7 @@ from piper.ir.dag.values import MOVED, Content, Extra
 from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Collective, Compute, Group, Transfer, same_group
 from piper.ir.rules import ShardRule
+from piper.lower.communication.regrouped_rows import RegroupedRows
 from piper.lower.communication.sorted_rows import SortedValues
 from piper.lower.rewriter import Rewriter
 
@@ -41,7 +43,7 @@ def add_activations(dag: Dag, models: Mapping[int, Model], *, gpu: bool = False)
             )
     _refuse_other_replicas(dag)
     forms = _Forms(dag, models, gpu)
-    for number in range(len(dag.nodes)):
+    for number in forms.communicating():
         forms.connect(number)
     return forms.out.dag()
 
@@ -71,11 +73,7 @@ class _Forms:
         self._models = models
         self._gpu = gpu
         self._sorted = SortedValues(dag, models)
-        self._parts = {
-            (node.op.chunk, node.op.microbatch): node.parts
-            for node in dag.nodes
-            if isinstance(node.op, Compute)
-        }
+        self._regrouped = RegroupedRows(dag, models)
         self._groups: EqualNumbers[Group] = EqualNumbers()
         self._received: dict[tuple[int, int, int], int] = {}
         """By value, number of the group, and number of replicas in it."""
@@ -85,6 +83,21 @@ class _Forms:
         """By value and chunk, the experts' result before the combine."""
         self._all_to_alls: dict[tuple[object, ...], Collective] = {}
         self._expert_groups: dict[tuple[int, int, int], tuple[Group, ...]] = {}
+
+    def communicating(self) -> list[int]:
+        """The nodes that compute experts, or read a value that is not ordinary or made elsewhere.
+        All others read values as they are."""
+        dag, edges = self._dag, self._dag.edges
+        places: dict[tuple[int, int], int] = {}
+        place = np.array(
+            [places.setdefault((id(n.devices), n.replicas), len(places)) for n in dag.nodes]
+        )
+        elsewhere = place[edges.makers] != place[edges.reads.row_of]
+        other = (edges.makers >= 0) & (elsewhere | ~self._sorted.are_ordinary(edges.reads.items))
+        experts = {chunk.index for chunk in dag.model.chunks if chunk.sorted_rows is not None}
+        experts |= dag.shards.keys()
+        found = {n for n, node in enumerate(dag.nodes) if _chunk(node) in experts}
+        return sorted(found.union(edges.reads.row_of[other].tolist()))
 
     def connect(self, number: int) -> None:
         """Make a node read and write values in the layouts that it needs."""
@@ -121,8 +134,10 @@ class _Forms:
             return value
         if rule is not None and (value, node.compute.chunk) in self._undivided:
             return self._undivided[value, node.compute.chunk]  # a backward reads its own forward's
-        by_expert = self._sorted.resized(value, maker, reader)
-        ours, theirs = self._alike(value, made, node)
+        by_expert, ours, theirs = False, made.replicas, node.replicas
+        if not self._sorted.ordinary(value):
+            by_expert = self._sorted.resized(value, maker, reader)
+            ours, theirs = self._alike(value, made, node)
         if not same_group(made.devices, node.devices) or ours != theirs:
             key = (value, self._groups.of(node.devices), node.replicas)
             if key not in self._received:
@@ -231,7 +246,7 @@ class _Forms:
             if counted is not None:
                 counts, rows = counted
             elif not by_expert:
-                dim = self._rows_of(value, maker, reader)
+                dim = self._regrouped.dimension(value, maker, reader)
         first = self._dag.first_extra
         summed = value >= first and self._dag.extra[value - first].summed
         return self.out.add(
@@ -251,48 +266,9 @@ class _Forms:
             self._joined[key] = tuple(dict.fromkeys((*source, *target)))
         return self._joined[key]
 
-    def _rows_of(self, value: int, maker: int, reader: int) -> int:
-        """The batch dimension of a value that two groups shard into different numbers of parts."""
-        dag = self._dag
-        made, read = dag.nodes[maker], dag.nodes[reader]
-        here, there = (
-            self._models.get(node.parts, dag.model).values[dag.table.value(dag.plain(value))[0].of]
-            for node in (made, read)
-        )
-        edge = (
-            f"{name_of(dag, maker)} on {list(made.devices)} feeds {name_of(dag, reader)} on "
-            f"{list(read.devices)}"
-        )
-        places = f"{dag.history[made.sends.made_by]}, {dag.history[read.sends.made_by]}"
-        dim = _divided(here.shape, there.shape, made.parts, read.parts)
-        if dim is None:
-            raise DirectiveError(
-                f"{edge}: the value {here.name} has shape {list(here.shape)} on each of "
-                f"{made.parts} devices and {list(there.shape)} on each of {read.parts}: it is "
-                "not sharded by rows of the batch and cannot go between groups of different size; "
-                f"give both regions groups of one size ({places})"
-            )
-        if not all(self._may_shard(node, here.order) for node in (made, read)):
-            raise DirectiveError(
-                f"{edge}: the rows of the batch do not lie one after another in the value "
-                f"{here.name}, of shape {list(here.shape)} (transposed and then flattened, for "
-                "example), so that groups of different size cannot shard it anew: let it cross "
-                "with the batch as the outermost dimension, or give both regions groups of one "
-                f"size ({places})"
-            )
-        return dim
 
-    def _may_shard(self, node: Node, order: int | None) -> bool:
-        """Whether a node may hold an arbitrary part of rows that the chunk ``order`` reordered: it
-        computes each row independently, or its rows are in as many parts as that chunk's."""
-        op = node.op
-        if order is None or not isinstance(op, Compute):
-            return True
-        model = self._models.get(node.parts, self._dag.model)
-        chunk, values = model.chunks[op.chunk], model.values
-        if chunk.index != order and any(values[v].order == order for v in chunk.outputs):
-            return True
-        return node.parts == self._parts[order, op.microbatch]
+def _chunk(node: Node) -> int:
+    return node.op.chunk if isinstance(node.op, Compute) else -1
 
 
 def _refuse_other_replicas(dag: Dag) -> None:
@@ -310,14 +286,3 @@ def _refuse_other_replicas(dag: Dag) -> None:
                 f"devices out of batch= ({dag.history[node.sends.made_by]}, "
                 f"{dag.history[other.sends.made_by]})"
             )
-
-
-def _divided(here: tuple[int, ...], there: tuple[int, ...], source: int, target: int) -> int | None:
-    """The sharded dimension of a value with shape ``here`` on each of ``source`` devices and
-    ``there`` on each of ``target``: the only one that differs, with equal totals."""
-    if len(here) != len(there):
-        return None
-    other = [d for d, (a, b) in enumerate(zip(here, there, strict=True)) if a != b]
-    if len(other) != 1 or here[other[0]] * source != there[other[0]] * target:
-        return None
-    return other[0]

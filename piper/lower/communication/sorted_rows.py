@@ -15,9 +15,12 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
+import numpy as np
+
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
+from piper.ir.dag.ragged import Bools, Ints
 from piper.ir.dag.values import MOVED, Role, Value
 from piper.ir.ops import Collective, Compute
 from piper.ir.overlaps import most_overlaps
@@ -54,6 +57,11 @@ class SortedValues:
         """Whether a value of the model is neither sorted nor sharded along an axis, so that devices
         with equal parts of the batch have equal parts of it."""
         return value < self._dag.first_extra and self._ordinary[value % self._dag.table.size]
+
+    def are_ordinary(self, values: Ints) -> Bools:
+        """Which of ``values`` are ordinary."""
+        ordinary = np.array(self._ordinary, bool)[values % self._dag.table.size]
+        return ordinary & (values < self._dag.first_extra)
 
     def counts(self, chunk: int, microbatch: int) -> int:
         """The number of the value with the row counts of each expert of a chunk."""
