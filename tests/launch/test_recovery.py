@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
+import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,13 +54,13 @@ class Disturbed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._set = monkeypatch.setenv
-        self._folder = folder
+        self._mark = folder / "happened"
 
     def at(
         self, device: int, step: int, pc: int, kind: Fault, *, once: bool = True, **options: Any
     ) -> piper.Trainer:
-        mark = str(self._folder / f"happened {device} {step} {pc} {kind.name}".replace(" ", "-"))
-        self._set("FAULT_AT", chosen(device, step, pc, kind, mark if once else ""))
+        self._mark.unlink(missing_ok=True)
+        self._set("FAULT_AT", chosen(device, step, pc, kind, str(self._mark) if once else ""))
         return piper.launch(
             program(CASE),
             on="processes",
@@ -193,3 +196,31 @@ def test_a_kill_at_every_instruction(device: int, disturbed: Disturbed, place: P
 def test_restarts_that_are_no_count(restarts: object) -> None:
     with pytest.raises(piper.PiperError, match="must be a whole number, 0 or more"):
         piper.launch(program(CASE), on="processes", restarts=restarts)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::piper.PiperWarning")
+def test_many_faults(disturbed: Disturbed, place: Place, pytestconfig: pytest.Config) -> None:
+    """At random instructions; prints how long the steps with a fault took."""
+    rng = random.Random(pytestconfig.getoption("--first"))
+    seconds: dict[Fault, list[float]] = {kind: [] for kind in Fault}
+    for _ in range(pytestconfig.getoption("--examples")):
+        device, step, kind = rng.randrange(2), rng.randrange(STEPS), rng.choice(list(Fault))
+        pc = rng.randrange(len(program(CASE).plan_of(device).instructions))
+        options = {"mirror": rng.choice(["1h", 1e-9])}
+        with no_hang(), disturbed.at(device, step, pc, kind, **options) as trainer:
+            given, taken, found = itertools.cycle(batches()), [], {}
+            for i in range(STEPS):
+                start = time.perf_counter()
+                found[f"loss {i}"] = trainer.step(*next(given)).loss
+                taken.append(time.perf_counter() - start)
+            assert not differences(found | trainer.state_dict(), undisturbed(CASE))
+        assert len(trainer.recoveries) == (kind is not Fault.SLOW)
+        seconds[kind].append(taken[step])
+    for kind, each in seconds.items():
+        if each:
+            median = statistics.median(each)
+            print(
+                f"{kind.name}: {len(each)} faults, median {median:.1f} s, worst {max(each):.1f} s"
+            )
+    place.assert_nothing_left()
