@@ -1,5 +1,6 @@
 """Equal modules are traced once, and the captured step is the same as if each had been traced."""
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -222,6 +223,49 @@ class Masked(Block):
         return super().forward(x) + mask.sum(-1), mask + 1.0
 
 
+class Scaling(Model):
+    """Writes, between its blocks, into a tensor that all are given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.mean(-1, keepdim=True)
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, scale)[0]
+            scale.mul_(0.5)
+        return x
+
+
+class Twice(Model):
+    """Calls each block twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(layer(x))
+        return x
+
+
+class Untrained(Model):
+    """Calls its blocks without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self.layers:
+                x = layer(x)
+        return self.first(x)
+
+
+class Defaults(Block):
+    """Reads a number that its items do not show."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.scales: dict[str, float] = defaultdict(lambda: 2.0 if index == 3 else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scales.default_factory()
+
+
 class Growing(Model):
     """Each block reads a mask that takes one more operation on the batch than that before."""
 
@@ -271,6 +315,10 @@ def assert_same(one: Captured, two: Captured) -> None:
         (Holds, Biased, LAYERS - 3),
         (Collects, Block, LAYERS - 2),
         (Growing, Masked, LAYERS - 2),
+        (Scaling, Biased, LAYERS - 2),
+        (Twice, Block, 2 * LAYERS - 3),
+        (Untrained, Block, 0),
+        (Model, Defaults, 0),
         (Scaled, Block, LAYERS - 2),
         (Frozen, Block, 2),
         (Model, ReadsNumber, 0),
@@ -295,6 +343,20 @@ def test_the_step_is_the_same(
 
 def test_tags_inside_of_equal_modules_are_numbered_as_entered() -> None:
     tags = {"layers.*": "layer", "layers.*.up": "up"}
+    once, each = captures(Model(Block), tags=tags)
+    assert_same(once, each)
+    assert once.repeated == LAYERS - 2
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {"layers.*": "layer", "layers.3": "also"},
+        {"layers.[0245]": "layer"},
+        {"layers.[012]": "layer", "layers.[345]": "other"},
+    ],
+)
+def test_regions_that_only_some_of_equal_modules_have(tags: dict[str, str]) -> None:
     once, each = captures(Model(Block), tags=tags)
     assert_same(once, each)
     assert once.repeated == LAYERS - 2

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from piper.capture.repeats.call_ops import Attempt, CallRun, EarlierResult, LeafCall
 from piper.ir.tensors import TensorSpec
 
+_READS = "reads what {} returned"
 _LONGEST = 8
 """The most different calls that are looked for in the period of a run."""
 _ATTRIBUTES = ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "itemsize")
@@ -40,13 +41,15 @@ class _Waiting:
     given: list[Tensor]
     made: list[Tensor]
     """Stand for its results."""
+    versions: list[int]
+    """Of the tensors given, when they were given."""
 
 
 class WaitingCalls:
     """The calls that are not operations yet, in order."""
 
-    def __init__(self, attempt: Attempt, refuse: Callable[[LeafCall], NoReturn]) -> None:
-        """``refuse`` ends the attempt: a result of this call is read inside a run."""
+    def __init__(self, attempt: Attempt, refuse: Callable[[LeafCall, str], NoReturn]) -> None:
+        """``refuse`` ends the attempt: the call cannot wait, because the model does this."""
         self._attempt, self._refuse = attempt, refuse
         self._waiting: list[_Waiting] = []
         self._calls = 0
@@ -64,7 +67,7 @@ class WaitingCalls:
         """Tensors that stand for the results of a call with the tensors ``given``. ``grad`` says
         whether they need gradients."""
         made = [_standing_for(spec, given[0], grad) for spec in call.variant.tensors]
-        self._waiting.append(_Waiting(self._calls, call, given, made))
+        self._waiting.append(_Waiting(self._calls, call, given, made, _versions(given)))
         self._standing |= {id(x): call for x in made}
         self._note(made)
         return made
@@ -78,6 +81,9 @@ class WaitingCalls:
     def flush(self) -> None:
         """Make operations of all calls that wait."""
         waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if _versions(one.given) != one.versions:
+                self._refuse(one.call, "writes into what {} was given")
         while waiting:
             period, count = self._repetition(waiting)
             self._run(waiting[: period * count], period)
@@ -88,7 +94,7 @@ class WaitingCalls:
         if id(x) not in self._standing:
             return x
         if id(x) not in self._now:
-            self._refuse(self._standing[id(x)])
+            self._refuse(self._standing[id(x)], _READS)
         return self._now[id(x)]
 
     def refuse_standing(self, tree: Any) -> None:
@@ -96,7 +102,7 @@ class WaitingCalls:
         if self._standing:
             for x in pytree.tree_leaves(tree):
                 if id(x) in self._standing:
-                    self._refuse(self._standing[id(x)])
+                    self._refuse(self._standing[id(x)], _READS)
 
     def _note(self, made: list[Tensor]) -> None:
         """Number the results of the next call."""
@@ -179,6 +185,12 @@ _ABOUT = frozenset(
     }
 )
 """What can be read of a tensor that stands for a result: it has the same spec."""
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """How often each tensor was written into."""
+    with torch._C.DisableTorchFunction():
+        return [x._version for x in tensors]
 
 
 def _standing_for(spec: TensorSpec, like: Tensor, grad: bool) -> Tensor:

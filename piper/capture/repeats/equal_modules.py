@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,8 +49,8 @@ class Found:
     shown: set[str] = field(default_factory=set)
     """Modules that are called otherwise than their equals before: they are traced."""
     singly: set[str] = field(default_factory=set)
-    """By the first of equal modules, those whose results the model reads between their calls: each
-    call is an operation of its own."""
+    """By the first of equal modules, those whose calls cannot wait: between them, the model reads
+    what they returned, or writes into what they were given. Each is an operation of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +207,7 @@ def _value(value: Any, places: dict[int, str]) -> Any:
         return kind, value
     if kind in (list, tuple):
         return kind, tuple(_value(x, places) for x in value)
-    if isinstance(value, dict) and kind.__module__ in ("builtins", "collections"):
+    if kind in (dict, OrderedDict, Counter):
         return kind, tuple((_value(k, places), _value(v, places)) for k, v in value.items())
     if kind is functools.partial:
         return kind, *(_value(x, places) for x in (value.func, value.args, value.keywords))

@@ -113,8 +113,10 @@ class _Expansion:
         for number, trial in enumerate(repeats.trials):
             given = next(extra)
             made: list[Any] = [next(extra) for _ in trial.results]
-            leaf = leaves[trial.run]
             (call,) = self.runs[trial.run].calls
+            leaf = leaves.get(trial.run)
+            if leaf is None:
+                raise NotEqual(f"{call.path} is called in a block of its own, such as no_grad")
             region = _Region(call, leaf, given.args[0], members[number], made)
             self._check(region)
             self.hidden |= {given, *region.nodes}
@@ -304,9 +306,7 @@ def _meta(node: fx.Node, region: _Region, call: LeafCall) -> dict[str, Any]:
     stack = (*call.around, *(again[region] for region in tags_of(node.meta)[outer:]))
     custom = dict(node.meta.get("custom") or {})
     custom.pop(MARK, None)
-    meta = {**node.meta, "custom": custom}
-    if stack:
-        meta = with_tags(meta, stack)
+    meta = with_tags({**node.meta, "custom": custom}, stack)
     around = node.meta.get("nn_module_stack") or {}
     meta["nn_module_stack"] = _renamed(around, region.call.path, call.path)
     return meta

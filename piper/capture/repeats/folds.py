@@ -12,7 +12,7 @@ and the graph of all parts is used.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -45,8 +45,9 @@ class Fold:
 
     @staticmethod
     def of(run: CallRun) -> Fold | None:
-        """The fold of a run of calls; None if it has too few parts, or parts that share all their
-        regions, so that regions do not tell them apart."""
+        """The fold of a run of calls; None if it has too few parts, parts that share all their
+        regions, so that regions do not tell them apart, or parts whose modules and regions do not
+        correspond."""
         starts = range(0, len(run.calls), run.period)
         calls = [run.calls[start : start + run.period] for start in starts]
         parts = tuple(
@@ -62,7 +63,8 @@ class Fold:
             for mine, part in zip(fold.own(), calls, strict=True)
             for call in part
         )
-        return fold if told and len(parts) > 2 else None
+        alike = {(_pattern(x.paths), _pattern(x.regions), _names(x)) for x in parts}
+        return fold if told and len(alike) == 1 and len(parts) > 2 else None
 
     def own(self) -> list[set[Region]]:
         """For each part, the regions that no other part has."""
@@ -83,6 +85,15 @@ class Fold:
         )
         if one != two:
             raise NotFolded
+
+
+def _pattern(items: Sequence[object]) -> tuple[int, ...]:
+    """Which of the items are the same."""
+    return tuple(map(items.index, items))
+
+
+def _names(part: FoldPart) -> tuple[str, ...]:
+    return tuple(region.name for region in part.regions)
 
 
 def renamed(path: str, one: FoldPart, two: FoldPart) -> str:

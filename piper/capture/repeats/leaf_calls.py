@@ -97,7 +97,7 @@ class Repeats:
         self.variants: list[CallVariant] = []
         self.runs = attempt.runs
         self.trials: list[Trial] = []
-        self._waiting = WaitingCalls(attempt, self._read_inside)
+        self._waiting = WaitingCalls(attempt, self._singly)
         self.groups = groups
         named = step.named_parameters, step.named_buffers
         self.tensors = [path for of in named for path, _ in of(remove_duplicate=False)]
@@ -270,9 +270,9 @@ class Repeats:
             raise NotEqual(f"{call.path} returns other tensors than an operation")
         return known.result(tensors, made)
 
-    def _read_inside(self, call: LeafCall) -> NoReturn:
+    def _singly(self, call: LeafCall, why: str) -> NoReturn:
         self._found.singly.add(call.variant.group.paths[0])
-        self._stop(Again(f"the model reads what {call.path} returned"))
+        self._stop(Again(f"the model {why.format(call.path)}"))
 
     def _tried(self, call: _Call) -> tuple[Any, str | None]:
         """The result of a module that is traced as it is, and the number of the entry that it

@@ -184,7 +184,7 @@ def _repeats(expanded: Expanded, needed: set[fx.Node]) -> list[_Repeat]:
         for tensor in {x for node in two for x in node.all_input_nodes if x.op == "placeholder"}:
             path = paths[tensor.name]
             names = [renamed(path, parts[1], part) for part in parts]
-            if names[2] != path:
+            if names.count(path) < len(names):
                 tensors[tensor] = [nodes[name] for name in names]
                 needed |= set(tensors[tensor])
         repeats.append(_Repeat(folded.fold, one, two, tensors))
