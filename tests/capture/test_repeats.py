@@ -266,6 +266,51 @@ class Defaults(Block):
         return super().forward(x) * self.scales.default_factory()
 
 
+class Place:
+    """Where a model is, for its blocks."""
+
+    index = 0
+
+
+PLACE = Place()
+
+
+class Telling(Model):
+    """Tells its blocks their number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for PLACE.index, layer in enumerate(self.layers):
+            x = layer(x)
+        return x
+
+
+class Restarting(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        PLACE.index = 0
+        return super().forward(x)
+
+
+class AskingGlobal(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if PLACE.index == 3 else 1.0)
+
+
+class AskingShared(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.place = PLACE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.place.index == 3 else 1.0)
+
+
+class Counting(AskingShared):
+    def forward(self, x: Tensor) -> Tensor:
+        self.place.index += 1
+        return super().forward(x)
+
+
 class Growing(Model):
     """Each block reads a mask that takes one more operation on the batch than that before."""
 
@@ -319,6 +364,9 @@ def assert_same(one: Captured, two: Captured) -> None:
         (Twice, Block, 2 * LAYERS - 3),
         (Untrained, Block, 0),
         (Model, Defaults, 0),
+        (Telling, AskingGlobal, 0),
+        (Telling, AskingShared, 0),
+        (Restarting, Counting, 0),
         (Scaled, Block, LAYERS - 2),
         (Frozen, Block, 2),
         (Model, ReadsNumber, 0),

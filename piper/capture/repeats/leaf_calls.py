@@ -50,9 +50,11 @@ from piper.capture.repeats.signatures import (
     signature,
     tensors_of,
 )
+from piper.capture.repeats.surroundings import Surroundings
 from piper.capture.repeats.trial_checks import Outside, Watch
 from piper.ir.tensors import TensorSpec
 
+_CHANGED = "what they share, or a global that they read, changes"
 _MOST_SHOWN = 2
 """If more modules of a group are called otherwise than their equals, all of them may be."""
 
@@ -98,6 +100,8 @@ class Repeats:
         self.runs = attempt.runs
         self.trials: list[Trial] = []
         self._waiting = WaitingCalls(attempt, self._singly)
+        self._around_them: dict[str, tuple[Surroundings, object]] = {}
+        """By the first of equal modules, their surroundings, and what these were at its call."""
         self.groups = groups
         named = step.named_parameters, step.named_buffers
         self.tensors = [path for of in named for path, _ in of(remove_duplicate=False)]
@@ -207,6 +211,8 @@ class Repeats:
                 given = signature(call.arguments)
                 if given is None:
                     self._one_by_one(call, "they read more than plain arguments")
+                if self._surroundings_changed(call.group):
+                    self._one_by_one(call, _CHANGED)
                 known = next((x for x in self.variants if _is(x, call, given)), None)
             if known is not None and call.module is not call.group.members[-1]:
                 return self._again(call, known)
@@ -239,6 +245,16 @@ class Repeats:
         known = self._known(call, known, _made(call, given, state, result, regions, entry))
         self.trials.append(Trial(run, marked, _new(tensors_of(result), call)))
         return self._as_operation(call, known, dict(zip(known.regions, regions, strict=True)))
+
+    def _surroundings_changed(self, group: Siblings) -> bool:
+        """Whether what the modules read beside their attributes and arguments has changed since
+        the first call."""
+        known = self._around_them.get(group.paths[0])
+        if known is not None:
+            return known[0].now() != known[1]
+        found = Surroundings(group.members[0])
+        self._around_them[group.paths[0]] = found, found.now()
+        return False
 
     def _one_by_one(self, call: _Call, reason: str) -> NoReturn:
         self._found.apart[call.group.paths[0]] = reason
@@ -301,6 +317,7 @@ class Repeats:
         reasons = {
             "they change a mode, or hold tensors made from Python values": watch.seen,
             "they read the number in which they differ": bool(self._reads),
+            _CHANGED: self._surroundings_changed(call.group),
             "they change more than their results": not kept or not before.same(after),
             "their results are more than new tensors": not plain_results(
                 _new(pytree.tree_leaves(result), call), tensors, state
