@@ -515,7 +515,8 @@ def peaks(model: nn.Module, folder: Path) -> tuple[list[int], int]:
     )
     with piper.launch(program, on="processes", threads=1) as trainer:
         group: Any = trainer._session.devices
-        status = [Path(f"/proc/{p.pid}/status").read_text() for p in group._processes]
+        pids = [worker.process.pid for worker in group.workers.processes]
+        status = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
     found = [int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) * 1024 for text in status]  # type: ignore[index]
     return found, sum(x.nbytes for x in state.values())
 

@@ -28,12 +28,12 @@ class ProcessWorkerGroup(CallingGroup):
 
     def __init__(self, options: WorkerOptions) -> None:
         super().__init__(options)
-        self._workers = LocalWorkers(options)
+        self.workers = LocalWorkers(options)
         self._last: CallAnswers | None = None
 
     @property
     def devices(self) -> list[int]:
-        return self._workers.devices
+        return self.workers.devices
 
     @property
     def threads(self) -> int:
@@ -42,10 +42,10 @@ class ProcessWorkerGroup(CallingGroup):
 
     @property
     def folder(self) -> Path:
-        return self._workers.folder
+        return self.workers.folder
 
     def seat(self, devices: Iterable[int], kind: torch.device) -> None:
-        self.started = self._workers.seat(devices, kind)
+        self.started = self.workers.seat(devices, kind)
 
     def share(self, weights: FirstWeights) -> Callable[[int], FirstWeights]:
         found = weights.in_file(self.folder / "weights.pt")
@@ -53,17 +53,17 @@ class ProcessWorkerGroup(CallingGroup):
 
     def answers(self, message: Callable[[int], bytes]) -> DeviceAnswers:
         # one by one: the first worker can begin while the next one's part is cut
-        self._last = self._workers.call((device, message(device)) for device in self.devices)
+        self._last = self.workers.call((device, message(device)) for device in self.devices)
         answers = self._last.within(math.inf)
         assert answers is not None
         return answers
 
     def keep_idle(self) -> None:
         if self._last is not None:
-            self._workers.keep_idle(self._last)
+            self.workers.keep_idle(self._last)
 
     def end(self) -> None:
-        self._workers.end()
+        self.workers.end()
 
     def close(self, error: BaseException | None = None) -> None:
-        self._workers.close()
+        self.workers.close()
