@@ -82,6 +82,15 @@ class Where(Enum):
     """One process per device, on the machines of a Ray cluster."""
 
 
+class Recover(Enum):
+    """The values of ``recover=``."""
+
+    REPLACE = "replace"
+    """Lost workers get new processes."""
+    RESTART = "restart"
+    """All workers get new processes."""
+
+
 class CompilerName(Enum):
     """The values of ``compiler=``."""
 

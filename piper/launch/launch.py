@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from piper.base.arguments import Where, choice
+from piper.base.arguments import Recover, Where, choice
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.base.units import class_text, seconds_of
@@ -16,7 +16,10 @@ from piper.launch.launch_options import Options, RayOptions, TorchrunOptions, Wo
 from piper.launch.messages.calling_group import CallingGroup
 from piper.launch.messages.custom_ops import refuse_in_worker
 from piper.launch.on_ray.ray_group import RayWorkerGroup
+from piper.launch.recovery.policy import Policy
 from piper.launch.recovery.recovering_group import RecoveringGroup
+from piper.launch.recovery.replace import Replace
+from piper.launch.recovery.restart import Restart
 from piper.launch.running import start
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.trainer import Trainer
@@ -42,9 +45,9 @@ def launch(
     After a second a terminal shows what is done; ``progress`` says whether to show it. ``options``
     are specific to the launcher (``launch_options.py``): for those with processes ``timeout``
     (seconds, or "5min", that any operation may take) and ``share_gpus`` (several processes may
-    share a GPU); for "processes" and "ray" ``restarts`` (how often workers that die, fail or hang
-    are replaced); on GPUs ``cuda_graphs`` (capture a step once and replay it) and ``shake`` (a
-    seed: delay streams at random to find races).
+    share a GPU); for "processes" and "ray" ``restarts`` (how often a run goes on after workers
+    die, fail or hang) and ``recover`` (how); on GPUs ``cuda_graphs`` (capture a step once and
+    replay it) and ``shake`` (a seed: delay streams at random to find races).
     """
     if not isinstance(program, Program):
         raise PiperError(
@@ -62,7 +65,8 @@ def launch(
             with stages.stage("loading the program"):
                 start(group, program)
             if isinstance(group, CallingGroup) and group.options.restarts:
-                group = RecoveringGroup(group, program)
+                policy = _POLICIES[Recover(group.options.recover)]()
+                group = RecoveringGroup(group, program, policy)
         except BaseException as error:
             group.close(error)
             raise
@@ -76,6 +80,10 @@ _LAUNCHERS: dict[Where, tuple[Callable[[Any], WorkerGroup], type[Options]]] = {
     Where.TORCHRUN: (TorchrunWorkerGroup, TorchrunOptions),
     Where.RAY: (RayWorkerGroup, RayOptions),
 }
+_POLICIES: dict[Recover, Callable[[], Policy]] = {
+    Recover.REPLACE: Replace,
+    Recover.RESTART: Restart,
+}
 _TIMES = ("timeout", "start_timeout", "mirror", "stall")
 """Options that are times, such as 30 or "5min"."""
 
@@ -85,6 +93,7 @@ def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
     _refuse_unknown(on, options, kind)
     times = {name: seconds_of(name, options[name]) for name in _TIMES if name in options}
     _refuse_count("restarts", options.get("restarts", 0))
+    choice("recover", options.get("recover", Recover.REPLACE.value), Recover)
     return launcher(kind(**{**options, **times}))
 
 

@@ -40,8 +40,10 @@ class WorkerOptions(ProcessOptions):
     """Modules that workers import first, because they define operations that the model uses. Those
     made with ``torch.library.custom_op`` are found without."""
     restarts: int = 0
-    """How often workers that die, fail or hang are replaced, so that training continues. With 0 the
-    first fault ends it."""
+    """How often training continues after workers die, fail or hang. With 0 the first fault ends
+    it."""
+    recover: str = "replace"
+    """How: "replace" gives lost workers new processes, "restart" all workers."""
     mirror: float = 10.0
     """Seconds between copies of the state, from which it continues; the steps since then are
     repeated."""

@@ -96,6 +96,16 @@ def test_a_fault_in_a_step(kind: Fault, disturbed: Disturbed, place: Place) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::piper.PiperWarning")
+def test_a_restart_replaces_all(disturbed: Disturbed, place: Place) -> None:
+    with no_hang(), disturbed.at(1, 2, 7, Fault.RAISE, recover="restart") as trainer:
+        assert not differences(trained(trainer, 4), undisturbed(CASE, 4))
+    (recovery,) = trainer.recoveries
+    assert recovery.replaced == (0, 1)
+    place.assert_nothing_left()
+
+
+@pytest.mark.slow
 def test_a_warning_says_what_happened(disturbed: Disturbed, place: Place) -> None:
     said = r"device 1 died at instruction 7 \(.*\): killed by SIGKILL; training continues \(2 left"
     with (
@@ -196,6 +206,11 @@ def test_a_kill_at_every_instruction(device: int, disturbed: Disturbed, place: P
 def test_restarts_that_are_no_count(restarts: object) -> None:
     with pytest.raises(piper.PiperError, match="must be a whole number, 0 or more"):
         piper.launch(program(CASE), on="processes", restarts=restarts)
+
+
+def test_an_unknown_way_to_recover() -> None:
+    with pytest.raises(piper.PiperError, match="recover='retry' is unknown: one of replace"):
+        piper.launch(program(CASE), on="processes", restarts=1, recover="retry")
 
 
 @pytest.mark.thorough

@@ -1,9 +1,9 @@
 """A worker group that replaces workers which die, fail or hang, and goes on as if they had not.
 
 It copies the state from time to time, and notes every later call that changes the state. After a
-fault new processes take the places of the lost ones, all devices read the copy, the noted calls are
-made again, and then the one that failed. A step is a function of the state and the batch, so the
-losses are those of a run without faults, bit for bit.
+fault a policy loads the program again, on new processes in the places of lost ones. All devices
+read the copy, the noted calls are made again, and then the one that failed. A step is a function of
+the state and the batch, so the losses are those of a run without faults, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from piper.launch.device.worker_group import BatchRows, OneTrainer
 from piper.launch.messages.calling_group import CallingGroup
 from piper.launch.recovery.fault import Recovery
 from piper.launch.recovery.mirror import Mirror
-from piper.launch.running import start
+from piper.launch.recovery.policy import Policy
 from piper.program.program import Program
 
 _STEPS = (WorkerDevice.step, WorkerDevice.profile)
@@ -49,9 +49,10 @@ class RecoveringGroup(OneTrainer):
 
     damaged = False  # a failed step is undone
 
-    def __init__(self, group: CallingGroup, program: Program) -> None:
-        """``group`` runs ``program``."""
+    def __init__(self, group: CallingGroup, program: Program, policy: Policy) -> None:
+        """``group`` runs ``program``; ``policy`` answers its faults."""
         self._group = group
+        self._policy = policy
         self._program: Program | None = program
         """None after a switch, until the next batch says to which."""
         self._mirror = Mirror(group, group.options.mirror)
@@ -135,7 +136,7 @@ class RecoveringGroup(OneTrainer):
         begun, self._restarts = time.monotonic(), self._restarts - 1
         assert self._program is not None
         try:
-            start(self._group, self._program)
+            self._policy.load(self._group, self._program)
             new = tuple(self._group.started)
             if not self._mirror.is_empty:
                 self._mirror.restore()
