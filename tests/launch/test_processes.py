@@ -96,14 +96,14 @@ def place(
 
 
 @contextmanager
-def no_hang() -> Iterator[None]:
-    """Fail if the body does not end within ``LIMIT`` seconds."""
+def no_hang(limit: int = LIMIT) -> Iterator[None]:
+    """Fail if the body does not end within ``limit`` seconds."""
 
     def fail(*_: object) -> None:
-        pytest.fail(f"it did not end within {LIMIT} s")
+        pytest.fail(f"it did not end within {limit} s")
 
     before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(LIMIT)
+    signal.alarm(limit)
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,13 +193,40 @@ def test_a_fault_after_a_switch(disturbed: Disturbed, place: Place) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::piper.PiperWarning")
-@pytest.mark.parametrize("device", [0, 1])
-def test_a_kill_at_every_instruction(device: int, disturbed: Disturbed, place: Place) -> None:
-    for pc in range(len(program(CASE).plan_of(device).instructions)):
-        with no_hang(), disturbed.at(device, 1, pc, Fault.KILL) as trainer:
-            assert not differences(trained(trainer, 3), undisturbed(CASE, 3)), pc
-        assert len(trainer.recoveries) == 1, pc
+@pytest.mark.parametrize("case", ["stages", CASE])
+def test_a_kill_at_every_instruction(
+    case: str, place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One in each step."""
+    plans = [(d, len(program(case).plan_of(d).instructions)) for d in program(case).devices]
+    kills = [(device, pc) for device, count in plans for pc in range(count)]
+    faults = [
+        chosen(device, i, pc, Fault.KILL, str(tmp_path / str(i)))
+        for i, (device, pc) in enumerate(kills)
+    ]
+    with no_hang(30 * len(kills)), campaign(case, faults, monkeypatch) as trainer:
+        assert not differences(trained(trainer, len(kills)), undisturbed(case, len(kills)))
+        assert len(trainer.recoveries) == len(kills)
+        print(times(fault.seconds for fault in trainer.recoveries))
     place.assert_nothing_left()
+
+
+def campaign(
+    case: str, faults: Sequence[str], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> piper.Trainer:
+    """Launches a program with many faults, each in its own step."""
+    monkeypatch.setenv("FAULT_AT", ";".join(faults))
+    given = {"restarts": len(faults), "stall": 2.0, **options}
+    imports = ["tests.scripts.fault_at"]
+    return piper.launch(program(case), on="processes", threads=1, imports=imports, **given)
+
+
+def times(seconds: Iterable[float]) -> str:
+    """How long faults took, as text."""
+    found = list(seconds)
+    if not found:
+        return "none"
+    return f"{len(found)}, median {statistics.median(found):.2f} s, worst {max(found):.2f} s"
 
 
 @pytest.mark.parametrize("restarts", [-1, True, 1.5, "2"])
@@ -215,27 +242,34 @@ def test_an_unknown_way_to_recover() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::piper.PiperWarning")
-def test_many_faults(disturbed: Disturbed, place: Place, pytestconfig: pytest.Config) -> None:
-    """At random instructions; prints how long the steps with a fault took."""
+def test_many_faults(
+    place: Place, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At random instructions; prints the seconds until each was found and until the next step."""
     rng = random.Random(pytestconfig.getoption("--first"))
-    seconds: dict[Fault, list[float]] = {kind: [] for kind in Fault}
-    for _ in range(pytestconfig.getoption("--examples")):
-        device, step, kind = rng.randrange(2), rng.randrange(STEPS), rng.choice(list(Fault))
+    count = pytestconfig.getoption("--examples")
+    kinds = [rng.choice(list(Fault)) for _ in range(count)]
+    faults = []
+    for step, kind in enumerate(kinds):
+        device = rng.randrange(2)
         pc = rng.randrange(len(program(CASE).plan_of(device).instructions))
-        options = {"mirror": rng.choice(["1h", 1e-9])}
-        with no_hang(), disturbed.at(device, step, pc, kind, **options) as trainer:
-            given, taken, found = itertools.cycle(batches()), [], {}
-            for i in range(STEPS):
-                start = time.perf_counter()
-                found[f"loss {i}"] = trainer.step(*next(given)).loss
-                taken.append(time.perf_counter() - start)
-            assert not differences(found | trainer.state_dict(), undisturbed(CASE))
-        assert len(trainer.recoveries) == (kind is not Fault.SLOW)
-        seconds[kind].append(taken[step])
-    for kind, each in seconds.items():
-        if each:
-            median = statistics.median(each)
-            print(
-                f"{kind.name}: {len(each)} faults, median {median:.1f} s, worst {max(each):.1f} s"
-            )
+        faults.append(chosen(device, step, pc, kind, str(tmp_path / str(step))))
+    taken: list[float] = []
+    found: dict[str, Tensor] = {}
+    mirror = rng.choice(["1s", 1e-9])
+    with no_hang(30 * count), campaign(CASE, faults, monkeypatch, mirror=mirror) as trainer:
+        given = itertools.cycle(batches())
+        for step in range(count):
+            start = time.perf_counter()
+            found[f"loss {step}"] = trainer.step(*next(given)).loss
+            taken.append(time.perf_counter() - start)
+        assert not differences(found | trainer.state_dict(), undisturbed(CASE, count))
+        recoveries = iter(trainer.recoveries)
+    faulty = [(kind, s) for kind, s in zip(kinds, taken, strict=True) if kind is not Fault.SLOW]
+    answered = [(kind, s, next(recoveries).seconds) for kind, s in faulty]
+    assert next(recoveries, None) is None
+    for kind in Fault:
+        mine = [(total, recovered) for one, total, recovered in answered if one is kind]
+        print(f"{kind.name}: found {times(total - own for total, own in mine)};", end=" ")
+        print(f"next step {times(total for total, _ in mine)}")
     place.assert_nothing_left()

@@ -5,6 +5,7 @@ Processes take seconds to start, so one set of four processes trains under all s
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,8 +18,10 @@ import pytest
 import torch
 
 import piper
-from tests.scripts import one_compiles
+from tests.scripts import one_compiles, resumed
 from tests.scripts.cases import ON_FOUR, ON_ONE, ON_TWO, batches, differences, numbers
+from tests.scripts.fault_at import Fault, chosen
+from tests.scripts.kills import seen
 from tests.training import shared_captures
 
 pytestmark = pytest.mark.slow
@@ -29,12 +32,27 @@ LIMIT = 300
 
 
 @contextmanager
-def torchrun(processes: int, script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
-    """Run a script of ``tests/scripts`` under torchrun; kill what is left of it at the end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+def torchrun(
+    processes: int, script: str, *args: object, restarts: int = 0, fault: str | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a script of ``tests/scripts`` under torchrun, or a module ("-m piper"); kill what is left
+    of it at the end."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
     found = subprocess.Popen(
-        [*command, str(processes), str(ROOT / "tests" / "scripts" / script), *map(str, args)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [
+            sys.executable,
+            *torchrun,
+            "--nproc-per-node",
+            str(processes),
+            *script.split(),
+            *map(str, args),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            **({} if fault is None else {"FAULT_AT": fault}),
+        },
+        cwd=ROOT / "tests" / "scripts",
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -133,3 +151,39 @@ def test_a_script_without_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(piper.PiperError, match="needs WORLD_SIZE, MASTER_ADDR"):
         piper.launch(program, on="torchrun")
+
+
+@pytest.mark.cases(fast=0, slow=1)
+@pytest.mark.parametrize("kind", [Fault.STOP, Fault.KILL, Fault.RAISE, Fault.EXIT, Fault.MEMORY])
+def test_restarted_ranks_continue(kind: Fault, tmp_path: Path) -> None:
+    """After a fault torchrun starts all ranks again, and ``resume`` continues with the losses of a
+    run without it."""
+    fault = chosen(1, 5, 3, kind, str(tmp_path / "happened"))
+    with torchrun(4, "resumed.py", tmp_path, "torchrun", 8, restarts=1, fault=fault) as run:
+        with piper.launch(resumed.compiled(4)) as trainer:
+            losses = trainer.iterate(resumed.batch, steps=8, progress=False)
+            expected = {i: float(one.loss).hex() for i, one in enumerate(losses, start=1)}
+        _, errors = run.communicate(timeout=LIMIT)
+    assert run.returncode == 0, errors
+    for rank in range(4):
+        assert seen(tmp_path, rank) == expected
+    assert (tmp_path / "happened").exists()
+
+
+@pytest.mark.thorough
+def test_a_restarted_command_continues(tmp_path: Path) -> None:
+    """Also ``piper train --on torchrun``."""
+    fault = chosen(1, 5, 3, Fault.STOP, str(tmp_path / "happened"))
+    how = ["--on", "torchrun", "--resume", tmp_path / "run", "--every", 3, "--json"]
+    command = ["train", "resumed.py", *how]
+    with torchrun(4, "-m piper", *command, restarts=1, fault=fault) as run:
+        with piper.launch(resumed.compiled(4)) as trainer:
+            losses = trainer.iterate(resumed.batch, steps=8, progress=False)
+            expected = {i: float(one.loss) for i, one in enumerate(losses, start=1)}
+        output, errors = run.communicate(timeout=LIMIT)
+    assert run.returncode == 0, errors
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    found = [(line["step"], line["loss"]) for line in lines if "step" in line]
+    assert len(found) > len(expected)  # some steps were repeated
+    assert all(expected[step] == loss for step, loss in found)
+    assert found[-1][0] == 8

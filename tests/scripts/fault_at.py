@@ -1,7 +1,8 @@
-"""Faults at an instruction, in a worker that imports this module (``launch(imports=...)``).
+"""Faults at instructions, in a worker that imports this module (``launch(imports=...)``).
 
-The environment variable ``FAULT_AT`` says which: "device step instruction kind file". The fault
-happens once, when ``file`` can be made; without a file it happens each time.
+The environment variable ``FAULT_AT`` says which, each as "device step instruction kind file", with
+semicolons between them. A fault happens once, when ``file`` can be made; without a file it happens
+each time.
 """
 
 from __future__ import annotations
@@ -36,34 +37,44 @@ def chosen(device: int, step: int, pc: int, kind: Fault, once: str = "") -> str:
 
 
 class _At:
-    """An observer that makes the fault before one instruction of one step."""
+    """A fault before one instruction of one step."""
 
-    def __init__(self) -> None:
-        device, step, pc, kind, *once = os.environ["FAULT_AT"].split()
-        self._device, self._step, self._pc = int(device), int(step), int(pc)
+    def __init__(self, text: str) -> None:
+        device, step, pc, kind, *once = text.split()
+        self.place = int(device), int(pc)
+        self.step = int(step)
         self._kind, self._once = Fault[kind], "".join(once)
+
+    def happen(self) -> None:
+        """Make the fault, unless it has happened."""
+        try:
+            if self._once:
+                os.close(os.open(self._once, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        _happen(self._kind)
+
+
+class _Faults:
+    """An observer that makes faults."""
+
+    def __init__(self, texts: str) -> None:
+        self._all = [_At(text) for text in texts.split(";")]
 
     def wrapped(
         self, execute: BoundInstruction, pc: int, context: ExecutionContext
     ) -> BoundInstruction:
-        if (context.device, pc) != (self._device, self._pc):
+        mine = [fault for fault in self._all if fault.place == (context.device, pc)]
+        if not mine:
             return execute
 
         def run() -> Any:
-            if context.state.steps == self._step and self._may():
-                _happen(self._kind)
+            for fault in mine:
+                if fault.step == context.state.steps:
+                    fault.happen()
             return execute()
 
         return run
-
-    def _may(self) -> bool:
-        if not self._once:
-            return True
-        try:
-            os.close(os.open(self._once, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
 
 
 def _happen(kind: Fault) -> None:
@@ -82,12 +93,12 @@ def _happen(kind: Fault) -> None:
             time.sleep(1.0)
 
 
-def _faulty(load: Callable[..., Any]) -> Callable[..., Any]:
+def _faulty(load: Callable[..., Any], faults: _Faults) -> Callable[..., Any]:
     def loaded(self: Executor, plan: Any, code: Any, observer: Any = None) -> Any:
-        return load(self, plan, code, observer or _At())
+        return load(self, plan, code, observer or faults)
 
     return loaded
 
 
 if "FAULT_AT" in os.environ:
-    Executor.load = _faulty(Executor.load)  # type: ignore[method-assign]
+    Executor.load = _faulty(Executor.load, _Faults(os.environ["FAULT_AT"]))  # type: ignore[method-assign]

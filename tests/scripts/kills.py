@@ -40,10 +40,10 @@ def started(program: piper.Program, folder: Path, steps: int, background: bool) 
         os._exit(code)
 
 
-def seen(folder: Path) -> dict[int, str]:
+def seen(folder: Path, rank: int = 0) -> dict[int, str]:
     """The loss of each step; a loss that was logged several times must be the same each time."""
     found: dict[int, str] = {}
-    log = folder / "log.0"
+    log = folder / f"log.{rank}"
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     for line in lines:
         if line != "done\n" and line.endswith("\n"):

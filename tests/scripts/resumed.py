@@ -3,13 +3,15 @@
     resumed.py FOLDER LAUNCHER STEPS [background]
 
 Writes the number and loss of each step to ``FOLDER/log.RANK`` and saves every third step in
-``FOLDER/run``, with ``background`` in the background.
+``FOLDER/run``, with ``background`` in the background. There are two devices, or one for each rank
+of torchrun. With ``FAULT_AT`` a rank has faults.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from torch import Tensor, nn
 import piper
 
 ROWS, WIDTH = 8, 16
+
+if "FAULT_AT" in os.environ:
+    import_module("tests.scripts.fault_at")
 
 
 class Net(nn.Module):
@@ -40,20 +45,36 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def compiled(**options: Any) -> piper.Program:
-    torch.manual_seed(0)
-    x, y = batch(0)
-    usual: dict[str, Any] = {
+def options() -> dict[str, Any]:
+    return {
         "loss": F.mse_loss,
         "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
         "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
     }
-    return piper.compile(
+
+
+def strategy(devices: int) -> piper.Strategy:
+    return piper.Strategy([piper.place({}, devices=[*range(devices)]), piper.replicate({}, zero=1)])
+
+
+def compiled(devices: int = 2, **other: Any) -> piper.Program:
+    torch.manual_seed(0)
+    x, y = batch(0)
+    given = options() | other
+    return piper.compile(Net(), strategy(devices), inputs=(x,), targets=(y,), **given)
+
+
+def job() -> piper.Job:
+    """For ``piper train``, on four devices."""
+    torch.manual_seed(0)
+    x, y = batch(0)
+    return piper.Job(
         Net(),
-        piper.Strategy([piper.place({}, devices=[0, 1]), piper.replicate({}, zero=1)]),
+        strategy=strategy(4),
         inputs=(x,),
         targets=(y,),
-        **(usual | options),
+        batches=[batch(step) for step in range(8)],
+        **options(),
     )
 
 
@@ -72,4 +93,7 @@ def main(program: piper.Program, folder: Path, on: str, steps: int, background: 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(compiled(), Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "background" in sys.argv)
+    world = int(os.environ.get("WORLD_SIZE", "2"))
+    main(
+        compiled(world), Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), "background" in sys.argv
+    )

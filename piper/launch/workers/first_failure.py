@@ -16,12 +16,15 @@ import cloudpickle
 
 from piper.base.errors import CapacityError, PiperError, WorkerError
 from piper.launch.messages.calls import Failure, receive
-from piper.launch.workers.moves import Moves, is_stopped
+from piper.launch.watch.stopped import is_stopped
+from piper.launch.workers.moves import Moves
 from piper.launch.workers.worker_process import GRACE, WorkerProcess
 
 _LOOK = 1.0
 """Seconds between liveness checks. Usually a dead worker's connection closes at once; the checks
 find dead workers whose connection another process holds open."""
+_LOOK_AT_MOVES = 0.25
+"""The same where workers that hang are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,9 @@ class CallAnswers:
         """The call fails after ``timeout`` seconds, or ``stall`` seconds in which no worker
         moves."""
         self._workers = list(workers)
-        self._moves = Moves(workers)
+        self._moves = None if stall == math.inf else Moves(workers)
         self._stall = stall
+        self._look = _LOOK if self._moves is None else _LOOK_AT_MOVES
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._known: dict[int, Any] = {}
@@ -69,7 +73,7 @@ class CallAnswers:
         end = time.monotonic() + seconds
         while waiting := [w for w in self._workers if w.device not in self._known]:
             now = time.monotonic()
-            left = max(0.0, min(_LOOK, end - now, self._deadline - now))
+            left = max(0.0, min(self._look, end - now, self._deadline - now))
             ready = wait([w.connection for w in waiting], timeout=left)
             for worker in waiting:
                 if worker.connection in ready:
@@ -79,8 +83,9 @@ class CallAnswers:
                     return _death(worker)
             if self._deadline <= now:
                 return _late(f"no answer within {self._timeout:g} s", waiting)
-            if self._stall < math.inf and self._moves.seconds_without() > self._stall:
-                return _late(f"no worker has moved for {self._stall:g} s", waiting)
+            problem = None if self._moves is None else self._moves.problem(self._stall)
+            if problem is not None:
+                return _late(problem, waiting)
             if end <= now:
                 return None
         return self._known
@@ -140,7 +145,7 @@ class CallAnswers:
 def _late(what: str, waiting: Iterable[WorkerProcess]) -> FailedCall:
     lines = [what]
     for worker in waiting:
-        stopped = ", which a signal has stopped" if is_stopped(worker) else ""
+        stopped = ", which a signal has stopped" if is_stopped(worker.process.pid) else ""
         lines.append(f"  from the worker of device {worker.device}{worker.at}{stopped}")
     return FailedCall("\n".join(lines), consequence=True)
 

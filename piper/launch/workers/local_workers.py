@@ -23,8 +23,8 @@ import torch
 from piper.base.errors import WorkerError
 from piper.launch.launch_options import WorkerOptions
 from piper.launch.messages.calls import StoreAddress, WorkerTask, dumped
+from piper.launch.watch.stopped import is_stopped
 from piper.launch.workers.first_failure import CallAnswers
-from piper.launch.workers.moves import is_stopped
 from piper.launch.workers.process_links import refuse_too_few_gpus
 from piper.launch.workers.worker_process import GRACE, WorkerProcess, spawned
 
@@ -89,7 +89,7 @@ class LocalWorkers:
     def keep_idle(self, answers: CallAnswers) -> None:
         """After a failed call, keep the workers that can take another one, and end the others. The
         stopped ones are ended first: those that wait for them fail then."""
-        self._remove([worker for worker in self.processes if is_stopped(worker)])
+        self._remove([worker for worker in self.processes if is_stopped(worker.process.pid)])
         idle = answers.idle(self.processes, GRACE)
         self._remove([worker for worker in self.processes if worker not in idle])
 

@@ -4,6 +4,8 @@ goes through rank 0."""
 from __future__ import annotations
 
 import os
+import time
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -95,10 +97,37 @@ def _join(timeout: float) -> None:
     """Join torch's default process group, unless the caller has done so."""
     if dist.is_initialized():
         return
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    seconds = timedelta(seconds=timeout)
+    store, rank, size = next(dist.rendezvous("env://", timeout=seconds))
+    store.set_timeout(seconds)
+    store = _of_this_attempt(store, rank, size, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
     # leave only at exit: torch cannot initialise again on the same rendezvous for another program.
     # Trainers' finalizers are registered later, so they run before this one
     weakref.finalize(_leave, _leave)
+
+
+def _of_this_attempt(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
+    """The part of ``store`` that only this attempt uses. After a fault torchrun starts all ranks
+    anew with the same store, in which the addresses of the earlier ranks still are.
+
+    Every rank asks under a name of its own, so that rank 0 answers the present ranks, too."""
+    if rank:
+        asked = uuid.uuid4().hex
+        store.set(f"rank {rank}", asked)
+        attempt = store.get(asked).decode()
+        store.add(attempt, 1)
+        return dist.PrefixStore(attempt, store)
+    attempt = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout
+    while store.add(attempt, 0) < size - 1:
+        for other in range(1, size):
+            if store.check([f"rank {other}"]):
+                store.set(store.get(f"rank {other}").decode(), attempt)
+        if time.monotonic() > deadline:
+            raise PiperError(f"not all {size} processes of torchrun came within {timeout:g} s")
+        time.sleep(0.02)
+    return dist.PrefixStore(attempt, store)
 
 
 def _leave() -> None:

@@ -1,19 +1,21 @@
 """Whether worker processes move, seen from outside, by ``/proc``.
 
 A worker that computes uses CPU time, and one whose communication goes on comes to other
-instructions. If no worker of a call does either, one of them hangs and the others wait for it.
+instructions. If no worker of a call does either, one of them hangs and the others wait for it. One
+that a signal has stopped is known sooner.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from piper.launch.watch.stopped import Stopped, stat_of
 from piper.launch.workers.worker_process import WorkerProcess
 
-_STATE, _USER, _SYSTEM = 0, 11, 12
-"""Fields of ``/proc/PID/stat`` after the name of the process: its state, and its CPU time."""
+_USER, _SYSTEM = 11, 12
+"""The fields of ``/proc/PID/stat`` after the name that have the CPU time of a process."""
 
 
 class Moves:
@@ -21,33 +23,22 @@ class Moves:
 
     def __init__(self, workers: Sequence[WorkerProcess]) -> None:
         self._workers = workers
+        self._stopped = Stopped()
         self._seen: object = None
         self._since = time.monotonic()
 
-    def seconds_without(self) -> float:
-        """For how long no worker has moved, as far as the calls of this method saw; 0 where the
-        system does not tell."""
+    def problem(self, stall: float) -> str | None:
+        """Why the call cannot end, as far as the calls of this method saw: no worker has moved for
+        ``stall`` seconds, or one is stopped. Unknown where the system does not tell."""
+        if sys.platform != "linux":
+            return None
         now = time.monotonic()
-        try:
-            seen = [
-                (worker.counter.read_bytes(), *_fields(worker)[_USER : _SYSTEM + 1])
-                for worker in self._workers
-            ]
-        except OSError:
-            return 0.0
+        if self._stopped.among(worker.process.pid for worker in self._workers):
+            return "a worker does not go on"
+        seen = [
+            (worker.counter.read_bytes(), *stat_of(worker.process.pid)[_USER : _SYSTEM + 1])
+            for worker in self._workers
+        ]
         if seen != self._seen:
             self._seen, self._since = seen, now
-        return now - self._since
-
-
-def is_stopped(worker: WorkerProcess) -> bool:
-    """Whether a signal has stopped the process."""
-    try:
-        return _fields(worker)[_STATE] in ("T", "t")
-    except OSError:
-        return False
-
-
-def _fields(worker: WorkerProcess) -> list[str]:
-    stat = Path(f"/proc/{worker.process.pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()
+        return f"no worker has moved for {stall:g} s" if now - self._since > stall else None

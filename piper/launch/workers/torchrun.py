@@ -23,6 +23,7 @@ from piper.launch.device.driving import alone
 from piper.launch.device.local_devices import COMPUTING, STARTING, LocalDevices
 from piper.launch.device.worker_group import Each
 from piper.launch.launch_options import TorchrunOptions
+from piper.launch.watch.stopped import watched_ranks
 from piper.launch.workers.many_trainers import ManyTrainers
 from piper.launch.workers.process_links import TorchrunLinks
 
@@ -35,6 +36,7 @@ class TorchrunWorkerGroup(ManyTrainers):
             self.once, weights=options.check_weights, batches=options.check_batches
         )
         super().__init__(options.timeout)
+        self._end_watching = watched_ranks()
         self._links = TorchrunLinks(self.once(lambda: uuid.uuid4().hex), options)
         self._options = options
         self._members: list[int] = []
@@ -106,6 +108,8 @@ class TorchrunWorkerGroup(ManyTrainers):
 
     def close(self, error: BaseException | None = None) -> None:
         guard = self._links.guard
+        if self._end_watching is not None:
+            self._end_watching()
         if guard is None:
             self.local.close(abandoned=error is not None)
         elif error is None:
