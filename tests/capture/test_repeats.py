@@ -380,7 +380,11 @@ def assert_same(one: Captured, two: Captured) -> None:
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-@pytest.mark.parametrize("tags", [{}, {"layers.*": "layer"}], ids=["untagged", "tagged"])
+@pytest.mark.parametrize(
+    "tags",
+    [{}, pytest.param({"layers.*": "layer"}, marks=pytest.mark.slow)],
+    ids=["untagged", "tagged"],
+)
 def test_the_step_is_the_same(
     model: type[Model], kind: type[Block], repeated: int, tags: dict[str, str]
 ) -> None:

@@ -216,6 +216,7 @@ def test_random_draws_are_not_shared(remat: str) -> None:
     assert (u - v).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_region_without_tensors_under_inductor() -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
         with annotate("noise"):

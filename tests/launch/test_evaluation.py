@@ -107,6 +107,7 @@ def loader(size: int, count: int = 1003) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*(x[:count] for x in rows())), size)
 
 
+@pytest.mark.cases(fast=5, slow=5)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda x: x.__name__)
 def test_the_loss_of_a_data_set_is_that_of_all_its_rows(loss: Callable[..., Any]) -> None:
     with piper.launch(program(loss, "replicas")) as trainer:
@@ -116,6 +117,7 @@ def test_the_loss_of_a_data_set_is_that_of_all_its_rows(loss: Callable[..., Any]
         assert trainer.steps == 0
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_and_an_evaluation_have_the_same_divisors(strategy: str) -> None:
     """Regions on groups of different sizes divide by their own number of parts."""
@@ -127,6 +129,7 @@ def test_a_step_and_an_evaluation_have_the_same_divisors(strategy: str) -> None:
         assert float(trainer.step(x, y)) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.cases(fast=2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_metrics_and_predictions_are_of_all_rows(strategy: str) -> None:
     with piper.launch(program(entropy, strategy, outputs=metrics)) as trainer:

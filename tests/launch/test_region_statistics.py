@@ -66,7 +66,7 @@ def test_gradients_are_those_of_torch(strategy: piper.Strategy, loss: Any) -> No
     "strategy",
     [
         mesh(pp=2, dp=2, zero=2, microbatches=2),
-        mesh(tp=2, dp=2, zero=3),
+        pytest.param(mesh(tp=2, dp=2, zero=3), marks=pytest.mark.slow),
         pytest.param(mesh(cp=2, pp=2), marks=pytest.mark.slow),
     ],
     ids=["pp2-dp2-zero2", "tp2-dp2-zero3", "cp2-pp2"],
@@ -92,6 +92,7 @@ def test_activations_are_those_of_torch(strategy: piper.Strategy) -> None:
         assert statistics.zeros == float((whole == 0).double().mean())
 
 
+@pytest.mark.cases(fast=1)
 @pytest.mark.parametrize("capacity", [None, 4.0], ids=["dropless", "capacity"])
 def test_activations_of_experts(capacity: float | None) -> None:
     """The rows of an expert's output that nobody reads do not count."""

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 import piper
 from piper.program.cache.entries import Entries
-from piper.program.cache.key import key_of
+from piper.program.cache.key import Key, key_of
 from piper.strategies import mesh
 
 SCALE = 2.0
@@ -208,6 +208,11 @@ def torch_settings() -> Iterator[None]:
     torch.backends.cuda.enable_math_sdp(math)
 
 
+@pytest.fixture(scope="module")
+def unchanged() -> Key:
+    return key_of(*job())
+
+
 def test_equal_jobs_have_equal_keys() -> None:
     one, other = key_of(*job()), key_of(*job())
     assert one.unseen is None
@@ -216,12 +221,14 @@ def test_equal_jobs_have_equal_keys() -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.usefixtures("torch_settings")
-def test_a_change_has_another_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, given = key_of(*job()), job()
+def test_a_change_has_another_key(
+    name: str, unchanged: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = job()
     with monkeypatch.context() as patch:
         CHANGES[name](patch, given)
         key = key_of(*given)
-    assert key.unseen or key.text != before.text
+    assert key.unseen or key.text != unchanged.text
     assert name == "a builtin function" or key.unseen is None
 
 

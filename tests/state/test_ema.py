@@ -59,7 +59,7 @@ def assert_equal(state: dict[str, Tensor], expected: torch.nn.Module) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        mesh(pp=2, dp=2, zero=2, microbatches=2),
+        pytest.param(mesh(pp=2, dp=2, zero=2, microbatches=2), marks=pytest.mark.slow),
         mesh(tp=2, dp=2, zero=3),
         pytest.param(mesh(dp=2, zero=1), marks=pytest.mark.slow),
     ],
