@@ -36,7 +36,7 @@ from work import Work, reference
 from workers import ENVIRONMENT, Way, starter
 
 import piper
-from piper.launch.workers.worker_process import KEEPING
+from piper.launch.workers.fork_server import KEEPING
 from piper.strategies import mesh
 
 WORKERS = 2

@@ -27,7 +27,7 @@ from work import Work
 from workers import ENVIRONMENT, Way, starter
 
 import piper
-from piper.launch.workers.worker_process import KEEPING
+from piper.launch.workers.fork_server import KEEPING
 from piper.models import MoEConfig
 from piper.strategies import mesh
 

@@ -26,7 +26,7 @@ from work import Work, reference
 from workers import ENVIRONMENT, Way, starter
 
 import piper
-from piper.launch.workers.worker_process import KEEPING
+from piper.launch.workers.fork_server import KEEPING
 from piper.strategies import Schedule, mesh, one_f_one_b
 
 WORKERS = 2

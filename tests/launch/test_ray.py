@@ -82,7 +82,10 @@ def left() -> list[str]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes()
-                if str(folder).encode() in command and b"piper.launch.workers.worker" in command:
+                if (
+                    str(folder).encode() in command
+                    and b"piper.launch.workers.fork_server" in command
+                ):
                     found.append(entry.name)
     return found
 

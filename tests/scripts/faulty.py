@@ -9,8 +9,10 @@ import math
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ def _(tokens: Tensor) -> Tensor:
 def _do(what: Act) -> None:
     match what:
         case Act.RAISE:
-            _hold_up(os.getppid())
+            _hold_up(_caller())
             raise ToldToFailError("told to fail")
         case Act.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -58,9 +60,15 @@ def _do(what: Act) -> None:
         case Act.EXIT:
             os._exit(0)
         case Act.INTERRUPT_PARENT:
-            os.kill(os.getppid(), signal.SIGINT)
+            os.kill(_caller(), signal.SIGINT)
         case Act.KILL_PARENT:
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(_caller(), signal.SIGKILL)
+
+
+def _caller() -> int:
+    """The process that has the trainer: the parent of the one that forked this one."""
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
 
 
 def _hold_up(process: int) -> None:
@@ -86,16 +94,23 @@ class Worn(torch.optim.SGD):
 
 
 class Unreadable:
-    """An optimizer that can be pickled but not unpickled."""
+    """An optimizer that can be pickled but not unpickled: the first reader fails, others hang."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _fail, ("not to be read",)
+        return _read, (self.folder / "first",)
 
 
-def _fail(*_: object) -> Any:
+def _read(first: Path) -> Any:
+    try:
+        first.mkdir()
+    except FileExistsError:
+        time.sleep(600)
     raise ToldToFailError("told to fail")
 
 

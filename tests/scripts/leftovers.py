@@ -1,4 +1,4 @@
-"""The children and listening ports of a process, read from ``/proc``."""
+"""The descendants and listening ports of a process, read from ``/proc``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import os
 from pathlib import Path
 
 
-def children() -> set[int]:
-    """The child processes of this one, including those that ended but were not waited for."""
+def children(*parents: int) -> set[int]:
+    """The child processes of this one, or of ``parents``, including those that ended but were not
+    waited for."""
     found = set()
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and _parent(entry) == os.getpid():
+        if entry.name.isdigit() and _parent(entry) in (parents or {os.getpid()}):
             found.add(int(entry.name))
     return found
+
+
+def grandchildren() -> set[int]:
+    """The processes that children of this one have started."""
+    own = children()
+    return children(*own) if own else set()
 
 
 def alive(process: int) -> bool:

@@ -17,14 +17,14 @@ import torch
 import piper
 from tests.scripts.cases import ON_ONE, acting
 from tests.scripts.faulty import Act
-from tests.scripts.leftovers import children
+from tests.scripts.leftovers import children, grandchildren
 
 
 def main(path: Path, what: Act) -> None:
     program = ON_ONE.load(path)
     count = 2 if what is Act.INTERRUPT_PARENT else 1
     trainers = [piper.launch(program, on="processes", threads=1) for _ in range(count)]
-    print(*children(), flush=True)
+    print(*children(), *grandchildren(), flush=True)
     for trainer in trainers:
         trainer.step(*acting(what))
 

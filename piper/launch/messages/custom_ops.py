@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from piper.base.errors import PiperError
 from piper.capture.code.executables import Executables
 
-_WORKER = "piper.launch.workers.worker"
+_WORKER = "piper.launch.workers.fork_server"
 
 
 def defining_modules(*codes: Executables) -> tuple[tuple[str, ...], str | None]:

@@ -79,7 +79,7 @@ class CallAnswers:
                 if worker.connection in ready:
                     if (failure := self._receive(worker)) is not None:
                         return failure
-                elif worker.process.poll() is not None and not worker.connection.poll():
+                elif not (ready or worker.process.poll() is None or worker.connection.poll()):
                     return _death(worker)
             if self._deadline <= now:
                 return _late(f"no answer within {self._timeout:g} s", waiting)

@@ -25,8 +25,9 @@ from piper.launch.launch_options import WorkerOptions
 from piper.launch.messages.calls import StoreAddress, WorkerTask, dumped
 from piper.launch.watch.stopped import is_stopped
 from piper.launch.workers.first_failure import CallAnswers
+from piper.launch.workers.fork_server import ForkServer
 from piper.launch.workers.process_links import refuse_too_few_gpus
-from piper.launch.workers.worker_process import GRACE, WorkerProcess, spawned
+from piper.launch.workers.worker_process import GRACE, WorkerProcess, forked
 
 
 class LocalWorkers:
@@ -37,8 +38,8 @@ class LocalWorkers:
         self._folder = tempfile.TemporaryDirectory(prefix="piper-")
         self.folder = Path(self._folder.name)
         self.processes: list[WorkerProcess] = []
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._finalizer = weakref.finalize(self, _end, self._started, self._folder)
+        self._server = ForkServer(self.folder)
+        self._finalizer = weakref.finalize(self, _end, self._server, self._folder)
 
     @property
     def ready(self) -> bool:
@@ -64,8 +65,7 @@ class LocalWorkers:
         new = [device for device in wanted if device not in self.devices]
         workers = []
         for device, local in zip(new, free, strict=False):
-            workers.append(spawned(device, local, self.folder))
-            self._started.append(workers[-1].process)
+            workers.append(forked(device, local, self.folder, self._server))
         self.processes = sorted([*self.processes, *workers], key=lambda worker: worker.device)
         for worker in workers:
             task = WorkerTask(worker.device, worker.local, tuple(sys.path), store, self._options)
@@ -111,7 +111,6 @@ class LocalWorkers:
             worker.process.wait()
             worker.release()
             self.processes.remove(worker)
-            self._started.remove(worker.process)
 
     def close(self) -> None:
         """End all workers. Those that wait for a call exit by themselves, others are killed."""
@@ -137,16 +136,7 @@ def refuse_ended(finalizer: weakref.finalize[..., Any]) -> None:
         raise WorkerError("the workers have ended after an error: launch the program again")
 
 
-def _end(
-    processes: list[subprocess.Popen[bytes]], folder: tempfile.TemporaryDirectory[str]
-) -> None:
+def _end(server: ForkServer, folder: tempfile.TemporaryDirectory[str]) -> None:
     """Kill the processes that are left, and remove their shared folder."""
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-    for process in processes:
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
-    processes.clear()
+    server.close()
     folder.cleanup()

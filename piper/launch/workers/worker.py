@@ -1,10 +1,4 @@
-"""A worker process: one device, driven over a connection by its parent process.
-
-    python -m piper.launch.workers.worker DESCRIPTOR FOLDER
-
-The descriptor is the worker's end of the connection; in the folder the workers find each other. The
-standard input is a pipe that the parent holds open: when it closes, the worker ends.
-"""
+"""A worker process: one device, driven over a connection by its parent process."""
 
 from __future__ import annotations
 
@@ -14,11 +8,9 @@ import importlib
 import mmap
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -49,9 +41,10 @@ class _NobodyThereError(Exception):
 
 
 def main(descriptor: int, folder: Path) -> None:
-    """Serve until told to stop."""
+    """Serve until told to stop. ``descriptor`` is the worker's end of the connection; in ``folder``
+    the workers find each other. The standard input is a pipe that the parent holds open."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent ends the run and its workers
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with Connection(descriptor) as connection:
         try:
             _serve_or_tell(connection, folder)
@@ -71,14 +64,9 @@ def _serve_or_tell(connection: Connection, folder: Path) -> None:
         _answer(connection, _failure(error))
 
 
-def _end_with_parent(folder: Path) -> None:
-    """Wait until the parent is gone, then remove the folder: no other process does it."""
+def _end_with_parent() -> None:
+    """Wait until the parent is gone; usually the fork server then kills this process."""
     os.read(0, 1)
-    for _ in range(100):  # other workers remove it too, and may still hold files in it
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            break
-        time.sleep(0.05)
     os._exit(1)
 
 
@@ -229,7 +217,3 @@ def _failure(error: Exception) -> Failure:
         travels = None
     consequence = isinstance(error, CommunicationError)
     return Failure(f"{type(error).__name__}: {error}", traceback.format_exc(), travels, consequence)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

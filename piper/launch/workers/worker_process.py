@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import signal
 import struct
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-KEEPING = {
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MIMALLOC_PURGE_DELAY": "50",
-}
-"""Settings of torch's CPU allocator: it keeps memory that a step frees and allocates again. glibc
-keeps allocations below 32 MiB, its largest threshold; mimalloc (as on 64-bit ARM) keeps all of them
-for 50 ms."""
+from piper.launch.workers.fork_server import ForkedProcess, ForkServer
+
 GRACE = 2.0
 """Seconds that a process gets to exit by itself."""
 _NOWHERE = struct.pack("qq", -1, 0)
@@ -35,7 +26,7 @@ class WorkerProcess:
     device: int
     local: int
     """Its index on this machine, which is also the index of its GPU."""
-    process: subprocess.Popen[bytes]
+    process: ForkedProcess
     connection: Connection
     counter: Path
     """The file in which it keeps its program counter and which of its plans it runs."""
@@ -85,26 +76,13 @@ class WorkerProcess:
         return f"exit code {code}"
 
 
-def spawned(device: int, local: int, folder: Path) -> WorkerProcess:
+def forked(device: int, local: int, folder: Path, server: ForkServer) -> WorkerProcess:
     """Start a worker; it shares files with its parent in ``folder``."""
     counter = folder / f"at.{device}"
     counter.write_bytes(_NOWHERE)
-    environment = dict(os.environ)
-    if sys.platform == "linux":
-        for name, value in KEEPING.items():
-            environment.setdefault(name, value)
-    root = str(Path(__file__).resolve().parents[3])
-    paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
     here, there = Pipe()
     with there:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "piper.launch.workers.worker", str(there.fileno()), str(folder)],
-            stdin=subprocess.PIPE,
-            env=environment,
-            pass_fds=[there.fileno()],
-            start_new_session=True,  # only the caller receives Ctrl-C
-        )
+        process = server.fork(there.fileno())
     return WorkerProcess(device, local, process, here, counter, folder / f"names.{device}")
 
 

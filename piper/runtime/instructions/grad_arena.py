@@ -27,11 +27,12 @@ class GradArena:
         self._sizes: defaultdict[torch.dtype, int] = defaultdict(int)
         self._places: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
         for spec, dtype in zip(specs, dtypes, strict=True):
-            like = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-            dense = torch.empty_like(like, dtype=dtype)
-            kind, line = dense.dtype, LINE // dense.element_size()
-            self._places.append((kind, spec.shape, dense.stride(), self._sizes[kind]))
-            self._sizes[kind] += -(-dense.numel() // line) * line
+            stride = spec.stride
+            if spec.copied is not None:  # the first use of the meta device imports sympy
+                stride = torch.empty_like(spec.empty(torch.device("meta"))).stride()
+            line = LINE // dtype.itemsize
+            self._places.append((dtype, spec.shape, stride, self._sizes[dtype]))
+            self._sizes[dtype] += -(-spec.numel // line) * line
 
     def empty(self) -> list[Tensor]:
         """Uninitialised tensors in this layout."""
