@@ -73,9 +73,14 @@ class Place:
     def workers(self) -> list[int]:
         return sorted(grandchildren() - self._workers)
 
+    @property
+    def servers(self) -> list[int]:
+        """The processes that fork workers."""
+        return sorted(children() - self._children)
+
     def assert_nothing_left(self) -> None:
         assert not self.workers
-        assert not children() - self._children
+        assert not self.servers
         assert not list(self.folder.iterdir())
         assert not ports() - self._ports
         for thread in set(threading.enumerate()) - self._threads:
@@ -352,6 +357,20 @@ def test_a_worker_that_is_killed_between_a_step_and_an_evaluation(place: Place) 
     message = "the worker of device 0 died: killed by SIGKILL"
     with no_hang(), pytest.raises(piper.PiperError, match=message):
         trainer.evaluate(*batches()[0])
+    place.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_the_process_that_forks_workers_is_killed(place: Place) -> None:
+    """The workers end with the trainer all the same."""
+    with launch(compiled("one")):
+        workers = place.workers
+        (server,) = place.servers
+        os.kill(server, signal.SIGKILL)
+    with no_hang():
+        while any(map(alive, workers)):
+            time.sleep(0.05)
+    assert workers
     place.assert_nothing_left()
 
 

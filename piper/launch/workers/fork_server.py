@@ -43,6 +43,8 @@ _MESSAGE = struct.Struct("qqq")
 request, the worker's process and its exit code."""
 _RUNS = 256
 """Stands for the exit code of a process that has not ended."""
+_NOBODY = 2**31 - 1
+"""The id of a process that is not there yet; the system gives none so large."""
 _BUSY = 2.0
 """Seconds to wait for an answer: a server that is stopped gives none."""
 
@@ -60,13 +62,13 @@ class ForkedProcess:
     def __init__(self, server: ForkServer, number: int) -> None:
         self._server = server
         self._number = number
+        self._pid = _NOBODY
         self.returncode: int | None = None
 
     @property
     def pid(self) -> int:
-        if (answer := self._server.ask(_Ask.STATUS, self._number)) is None:
-            raise ProcessLookupError("the worker is not there yet")
-        return answer[0]
+        self.poll()
+        return self._pid
 
     def poll(self) -> int | None:
         """The exit code, or minus the signal that ended it; None while it runs."""
@@ -85,7 +87,8 @@ class ForkedProcess:
 
     def _told(self, what: _Ask) -> int | None:
         if self.returncode is None and (answer := self._server.ask(what, self._number)) is not None:
-            self.returncode = None if answer[1] == _RUNS else answer[1]
+            self._pid, code = answer
+            self.returncode = None if code == _RUNS else code
         return self.returncode
 
 
@@ -123,7 +126,7 @@ class ForkServer:
         """The process of a worker and its exit code; None if the server does not answer yet."""
         with self._lock:
             if number not in self._workers:
-                return 0, self._code
+                return _NOBODY, self._code
             self._ready = self._ready or bool(wait([self._socket], timeout=0))
             if what is _Ask.STATUS and not self._ready:
                 return None
@@ -139,7 +142,7 @@ class ForkServer:
                 return None
             except OSError:
                 self._end()
-                return 0, self._code
+                return _NOBODY, self._code
             return pid, code
 
     def close(self) -> None:
