@@ -111,11 +111,17 @@ class Batch:
             inside = sorted(p for p in theirs - mine if p.startswith(path + "["))
             if inside:
                 kind = "dict" if inside[0][len(path) + 1] == "'" else "tuple or list"
-                raise PiperError(f"{path} is a {kind}, but a tensor in the example captured")
+                raise PiperError(
+                    f"{path} is a {kind}, but a tensor in the example captured: give a tensor, "
+                    "torch.as_tensor(...), or from a tokenizer return_tensors='pt'"
+                )
+        lacks, more = sorted(mine - theirs), sorted(theirs - mine)
+        differs = [f"it lacks {', '.join(lacks)}"] if lacks else []
+        differs += [f"it also has {', '.join(more)}"] if more else []
         raise PiperError(
-            "the batch is not built like the example captured: it has "
-            f"{', '.join(sorted(theirs - mine)) or 'nothing'} in place of "
-            f"{', '.join(sorted(mine - theirs)) or 'nothing'}"
+            "the batch is not built like the example captured: "
+            f"{' and '.join(differs) or 'its nesting is another'}; give every batch the parts of "
+            "the example, or compile with such a batch"
         )
 
     def _refuse_other_leaf(self, index: int, mine: Any, other: Any) -> None:
@@ -195,7 +201,10 @@ class Batch:
                 "give every tensor the same first dimension, or one row that is for all"
             )
         if not self.tensors:
-            raise CaptureError("inputs and targets hold no tensor")
+            raise CaptureError(
+                "inputs and targets hold no tensor: give tensors; a tokenizer makes them with "
+                "return_tensors='pt'"
+            )
         if not sizes:
             return 1
         size = next(iter(sizes.values()))

@@ -292,13 +292,26 @@ def _declared(model: nn.Module, path: str = "") -> dict[str, str]:
     return inner
 
 
+_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp")
+"""The modules of torch's classes that distribute a model."""
+
+
 def check_model(model: object) -> None:
-    """Refuse anything but an ``nn.Module``."""
+    """Refuse anything but an ``nn.Module``, and a module that is wrapped to be distributed."""
     if not isinstance(model, nn.Module):
-        name = getattr(model, "__name__", type(model).__name__)
-        kind = "the class" if isinstance(model, type) else f"{class_text(model)},"
+        name = getattr(model, "__name__", "")
+        kind = "the class" if isinstance(model, type) else class_text(model)
         cure = f": give an instance, {name}(...)" if isinstance(model, type) else ""
-        raise CaptureError(f"the model must be an nn.Module, not {kind} {name}{cure}")
+        if isinstance(model, str):
+            cure = ": load it, AutoModelForCausalLM.from_pretrained(name)"
+        raise CaptureError(f"the model must be an nn.Module, not {f'{kind} {name}'.strip()}{cure}")
+    for base in type(model).__mro__:
+        if base.__module__.startswith(_WRAPPERS):
+            raise CaptureError(
+                f"the model is a {base.__name__}, which distributes it already: give the module "
+                "itself (model.module, or the model before fully_shard); the strategy says how it "
+                "is replicated and sharded, mesh(dp=2, zero=3)"
+            )
 
 
 def _check(model: nn.Module, loss: object, targets: Sequence[Any]) -> None:

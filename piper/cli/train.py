@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -128,7 +129,11 @@ def train(
         folder = save or resume
         program = job.compile(chosen, memory_limit=limit)
         given = launch_options(options)
-        with launch(program, on=on.value, shapes=job.shapes, **given) as trainer:
+        with (
+            warnings.catch_warnings(),  # the command says in its own words that nothing is saved
+            launch(program, on=on.value, shapes=job.shapes, **given) as trainer,
+        ):
+            warnings.filterwarnings("ignore", "nothing is saved")
             default = _STEPS_OF_EXAMPLE if job.batches is None else None
             summary = trainer.fit(
                 (lambda step: trainer.example) if job.batches is None else job.batches,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import piper
 from piper import CaptureError, PiperError, PiperWarning
 from piper.capture.model import capture
-from piper.program.compile.mixing_warnings import warn_of_mixing
+from piper.program.compile.model_warnings import warn_of_mixing
 from piper.strategies import mesh
 from piper.strategies.directives import place, split
 from tests.reference import Net

@@ -3,20 +3,23 @@ does what was meant."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import piper
 from piper.callbacks import CSV
+from piper.capture.loss.labels import warn_of_labels
 from piper.strategies import mesh
 
 X = torch.ones(4, 4)
@@ -33,6 +36,12 @@ class Net(nn.Sequential):
 
 def net() -> Net:
     return Net(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def hooked() -> Net:
+    model = net()
+    model[0].register_full_backward_hook(lambda *_: None)
+    return model
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -131,6 +140,39 @@ COMPILING: dict[str, tuple[Callable[[], object], str]] = {
         lambda: compiled(tags={"layrs.*": "layer"}),
         r"the pattern 'layrs.\*' matches no module of Net; it has",
     ),
+    "the name of a model": (
+        lambda: compiled(model="gpt2"),
+        r"not a str: load it, AutoModelForCausalLM.from_pretrained",
+    ),
+    "a wrapped model": (
+        lambda: compiled(model=nn.DataParallel(net())),
+        r"the model is a DataParallel, which distributes it already: give the module itself",
+    ),
+    "a backward hook": (
+        lambda: compiled(model=hooked()),
+        r"0 has a backward hook, which would never be called",
+    ),
+    "layers of several dtypes": (
+        lambda: compiled(model=Net(nn.Linear(4, 4), nn.Linear(4, 4).double())),
+        r"or the whole model one dtype: its parameters are float32, float64",
+    ),
+    "keywords in a tuple": (
+        lambda: compiled(model=Tagger(), inputs=({"input_ids": IDS, "labels": IDS},)),
+        r"a tuple of one mapping, which would be .* of Tagger, input_ids: give the mapping itself",
+    ),
+    "text": (
+        lambda: compiled(
+            model=Tagger(),
+            inputs={"input_ids": ["a"], "labels": ["b"]},
+            targets=LEFT_OUT,
+            loss=LEFT_OUT,
+        ),
+        r"hold no tensor: give tensors; a tokenizer makes them with return_tensors='pt'",
+    ),
+    "accumulated gradients": (
+        lambda: compiled(gradient_accumulation_steps=4),
+        r"'gradient_accumulation_steps': did you mean mesh\(..., microbatches=\)\?",
+    ),
     "a model for a program": (
         lambda: piper.launch(net()),  # type: ignore[arg-type]
         r"not a Net: piper.launch\(piper.compile\(model, strategy, ...\)\)",
@@ -197,6 +239,22 @@ TRAINING: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     "one callback": (
         lambda t, path: t.fit([(X, X)], callbacks=CSV(path / "log.csv")),
         r"callbacks= is one CSV: give a list, \[callback\]",
+    ),
+    "a loader that drops its only batch": (
+        lambda t, _: t.fit(DataLoader(TensorDataset(X[:3], X[:3]), 4, drop_last=True), epochs=2),
+        r"no batch to train on: the dataset has 3 rows, .* fewer than 4 \(drop_last=True\)",
+    ),
+    "one batch for many": (
+        lambda t, _: t.fit((X, X)),
+        r"batches is a tuple, one batch: give .*, fit\(\[batch\]\), or call trainer.step\(batch\)",
+    ),
+    "a batch by keywords": (
+        lambda t, _: t.step(input_ids=X, labels=X),
+        r"'input_ids': did you mean the batch as one mapping, trainer.step\(batch\)\?",
+    ),
+    "a list for a tensor": (
+        lambda t, _: t.step(X.tolist(), X),
+        r"inputs\[0\] is a tuple or list, .*: give a tensor, .* from a tokenizer",
     ),
     "resuming from nowhere": (
         lambda t, _: t.fit([(X, X)], resume=True),
@@ -340,3 +398,69 @@ def test_a_smaller_last_batch_is_taken_where_it_can_be() -> None:
         assert trainer.fit(loader, pad=(0, -100), progress=False).steps == 2
     with piper.launch(tagger(-100), shapes=1) as trainer:
         assert trainer.fit(loader, progress=False).steps == 2
+
+
+def test_a_method_of_another_library_has_its_name_here(program: piper.Program) -> None:
+    with piper.launch(program) as trainer:
+        with pytest.raises(AttributeError, match=r"Trainer has no 'train': fit\(batches\) trains"):
+            trainer.train([(X, X)])  # type: ignore[attr-defined]
+        assert not hasattr(trainer, "other")
+
+
+def test_weights_that_nobody_reads_are_warned_of(program: piper.Program, tmp_path: Path) -> None:
+    def fitted(read: Callable[[piper.Trainer], object], **options: Any) -> None:
+        with piper.launch(program) as trainer:
+            trainer.fit([(X, X)], progress=False, **options)
+            read(trainer)
+
+    with pytest.warns(piper.PiperWarning, match="nothing is saved: .* the model given to compile"):
+        fitted(lambda trainer: trainer.evaluate(X, X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fitted(lambda trainer: trainer.state_dict())
+        fitted(lambda trainer: trainer.model())
+        fitted(lambda trainer: None, checkpoint=tmp_path)
+
+
+def test_a_sampler_that_hides_rows_is_warned_of(program: piper.Program) -> None:
+    rows = TensorDataset(X.repeat(4, 1), X.repeat(4, 1))
+    half: Any = DistributedSampler(rows, num_replicas=2, rank=0)
+    with piper.launch(program) as trainer:
+        with pytest.warns(piper.PiperWarning, match="DistributedSampler gives 1 of 2 parts"):
+            trainer.fit(DataLoader(rows, 4, sampler=half), progress=False)
+        trainer.state_dict()
+
+
+def test_parameters_without_a_gradient_are_warned_of() -> None:
+    class Spare(nn.Linear):
+        """Its bias is read, but not trained."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight) + self.bias.detach()
+
+    with pytest.warns(piper.PiperWarning, match="1 parameter of the model will not be .* for bias"):
+        compiled(model=Spare(4, 4))
+
+
+ROW = torch.arange(2, 8).repeat(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ({"input_ids": ROW, "labels": ROW}, ""),
+        ({"input_ids": ROW[:, :-1], "labels": ROW[:, 1:]}, "shifted by one, and .* shifts labels"),
+        ({"input_ids": ROW, "labels": ROW, "attention_mask": ROW < 6}, "has 4 labels where .*mask"),
+        ({"input_ids": ROW % 4, "labels": ROW % 4}, "has 2 labels where .* is the padding, 0"),
+        ({"input_ids": ROW, "labels": ROW.where(ROW < 6, -100), "attention_mask": ROW < 6}, ""),
+    ],
+    ids=["right", "shifted", "masked", "padded", "ignored"],
+)
+def test_labels_that_mean_something_else_are_warned_of(batch: dict[str, Tensor], says: str) -> None:
+    model = Tagger()
+    vars(model).update(loss_type="ForCausalLM", config=SimpleNamespace(pad_token_id=0))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        warn_of_labels(model, batch)
+    assert re.search(says, " ".join(str(x.message) for x in seen))
+    assert len(seen) == bool(says)

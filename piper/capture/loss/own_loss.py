@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from piper.base.errors import CaptureError
 from piper.base.units import class_text
@@ -34,6 +35,19 @@ def refuse_counted(inputs: Sequence[Any] | Mapping[str, Any]) -> None:
             f"inputs['num_items_in_batch'] is {count!r}, which every batch would be divided by: "
             "leave it out, since the labels of the whole batch are counted without it, or give a "
             "tensor without dimensions"
+        )
+
+
+def refuse_keywords_in_tuple(model: nn.Module, inputs: object) -> None:
+    """Refuse a mapping of keyword arguments as the only positional argument."""
+    if not (isinstance(inputs, tuple | list) and len(inputs) == 1):
+        return
+    (only,), names = inputs, inspect.signature(model.forward).parameters
+    if isinstance(only, Mapping) and only and all(name in names for name in only):
+        raise CaptureError(
+            f"inputs= is a {type(inputs).__name__} of one mapping, which would be the first "
+            f"argument of {type(model).__name__}, {next(iter(names))}: give the mapping itself, "
+            f"inputs={{{next(iter(only))!r}: ...}}"
         )
 
 

@@ -112,10 +112,12 @@ def _raise(
                 given = ", ".join(str(TensorSpec.of(x.meta["val"])) for x in tensors)
                 frames = user_frames(node.meta.get("stack_trace") or "")
                 own = torch_name(end.meta["val"].dtype)
+                mixed = ", ".join(sorted(map(torch_name, usual))) if len(usual) > 1 else ""
                 raise CaptureError(
                     f"{name} is {own}, and torch's {operation} cannot "
                     f"take {given} ({str(error).splitlines()[0]}){frames and chr(10)}{frames}\n"
                     f"give it as {torch_name(dtype)}: {name}.to({dtype})"
+                    f"{mixed and f', or the whole model one dtype: its parameters are {mixed}'}"
                 )
 
 

@@ -56,10 +56,7 @@ def skeleton_of(
                 "before it is captured"
             )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise CaptureError(
-                f"{path.removeprefix('model.')} has a gradient hook, which would never be called: "
-                "the backward is computed ahead of time; do it after the step"
-            )
+            raise _never_called(path, "gradient")
         names[path] = first.setdefault(id(parameter), path)
         if id(parameter) not in memo:
             kind = None if id(parameter) in precise else dtype
@@ -70,7 +67,9 @@ def skeleton_of(
         names[path] = first.setdefault(id(buffer), path)
         if id(buffer) not in memo:
             memo[id(buffer)] = fake_like(buffer, mode, device)
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise _never_called(path, "backward")
         for hooks in vars(module).values():
             if type(hooks) is OrderedDict and not hooks:
                 memo[id(hooks)] = OrderedDict()  # deepcopy takes its time for it
@@ -86,6 +85,13 @@ def skeleton_of(
             f"{called} cannot be copied (capture traces a copy of the model): "
             f"{error}; keep what cannot be copied outside the model, or detach() its tensors"
         ) from error
+
+
+def _never_called(path: str, kind: str) -> CaptureError:
+    return CaptureError(
+        f"{path.removeprefix('model.')} has a {kind} hook, which would never be called: "
+        "the backward is computed ahead of time; do it after the step"
+    )
 
 
 def _as_parameter(fake: FakeTensor, trained: bool) -> FakeTensor:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from piper.base.errors import PiperError
-from piper.base.units import class_text
+from piper.base.units import class_text, counted
 
 AnyBatch = Sequence[Any] | Mapping[str, Any]
 BatchSource = Iterable[AnyBatch] | Callable[[], Iterable[AnyBatch]] | Callable[[int], AnyBatch]
@@ -32,6 +32,12 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
     def __iter__(self) -> Iterator[AnyBatch]: ...
+
+
+READ_ONCE = (
+    "a generator or another iterator is read once: give a list, a loader, or a function that "
+    "yields batches, which are begun again"
+)
 
 
 class Position:
@@ -96,6 +102,31 @@ class Position:
         except (TypeError, NotImplementedError):
             return None
         return None if self._most is None else length * self._most
+
+    @property
+    def why_empty(self) -> str:
+        """Why there is no batch, and what to do."""
+        source = self._source
+        if self._once:
+            return f"the iterator has none left; {READ_ONCE}"
+        if (
+            isinstance(source, DataLoader)
+            and source.drop_last
+            and isinstance(source.dataset, Sized)
+        ):
+            return (
+                f"the dataset has {counted(len(source.dataset), 'row')}, and the DataLoader drops "
+                f"a batch of fewer than {source.batch_size} (drop_last=True)"
+            )
+        return f"{class_text(source)} gives none"
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of the dataset, of which the loader's sampler gives one."""
+        samplers = _owners(self._source).values()
+        return max(
+            (x.num_replicas for x in samplers if isinstance(x, DistributedSampler)), default=1
+        )
 
     def last_rows(self, size: int, steps: int | None) -> int | None:
         """The rows of the last batch of this pass, if a loader of batches of ``size`` is known to

@@ -131,17 +131,18 @@ class Checkpoints:
 
     def _last_of(self, known: Mapping[int, Path]) -> SavedRun | None:
         """The run after its last checkpoint; one that cannot be loaded is skipped."""
-        refused: PiperError | None = None
+        refused: dict[int, PiperError] = {}
         for step in sorted(known, reverse=True):
             try:
                 data = self._load(known[step])
             except PiperError as error:
-                warn(f"the run does not resume from step {step}: {error}")
-                refused = refused or error
+                refused[step] = error
                 continue
+            for later, why in refused.items():
+                warn(f"the run does not resume from step {later}: {why}")
             return SavedRun.of(data, step, known[step])
-        if refused is not None:
-            raise refused
+        if refused:
+            raise next(iter(refused.values()))
         return None
 
     def _load(self, path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -55,11 +56,11 @@ class FitSummary:
         if self.epochs:
             text += f" ({counted(self.epochs, 'epoch')})"
         text += f" in {waiting_text(self.seconds)}"
-        if self.loss is not None and self.best_loss is not None:
-            step, best = self.best_loss
+        if self.loss is not None:
+            step, best = self.best_loss or (0, math.nan)
             text += (
                 f", {self.tokens_per_second:,.0f} tokens/s, to step {self.last_step}: loss "
-                f"first {self.first_loss:.4f}, best {best:.4f} (step {step}), "
+                f"first {self.first_loss:.4f}, best {best:.4f}{f' (step {step})' if step else ''}, "
                 f"last {self.loss:.4f}, mean {self.mean_loss:.4f}"
             )
         if self.evaluations:

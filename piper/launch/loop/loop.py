@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from piper.base.errors import warn
+from piper.base.errors import PiperError, warn
 from piper.base.units import counted
 from piper.launch.evaluation.held_out import HeldOut
 from piper.launch.loggers.callback import Callback, Observations, told
-from piper.launch.loop.data_position import Position
+from piper.launch.loop.data_position import READ_ONCE, Position
 from piper.launch.loop.ending import Ending, Vote, shown
 from piper.launch.loop.fit import Checkpoints
 from piper.launch.loop.fit_options import FitOptions
@@ -127,6 +127,13 @@ class Rounds:
         """Refuse a loader whose last batch will be refused, before the first step."""
         if self._options.rows or (self._saved is not None and self._saved.done):
             return
+        if (parts := self._position.parts) > 1:
+            self._session.notices.give(
+                Notice.SAMPLER,
+                f"the loader's DistributedSampler gives 1 of {parts} parts of the dataset, and the "
+                "others are never trained on: a batch here is that of all devices, and the "
+                "strategy divides it; leave the sampler out (shuffle=True)",
+            )
         steps = None if self._last is None else self._last - self._session.steps
         rows = self._position.last_rows(self._session.program.example.size, steps)
         if rows is not None:
@@ -175,28 +182,26 @@ class Rounds:
                     observe=self._observations.of(session.steps + 1),
                 )
                 self._position.trained()
+                session.unread = session.program.training.optimizer is not None
             self._tokens += result.tokens
         self._losses.add(session.steps, result)
         return result
 
     def _warn_of_end(self) -> None:
-        """Warn if the loop ended in a way that the caller may not expect."""
+        """Warn if the loop ended in a way that the caller may not expect; refuse one without
+        batches."""
         taken, step = self._ending.taken, self._session.steps
         if taken == 0 and self._saved is not None and self._saved.resumed is not None:
             warn(
                 f"this call trains nothing: the run was resumed from step {step}, and there "
                 f"{self._ended.value}; give more steps=, or call again for another pass"
             )
+        elif self._ended is Ended.BATCHES and taken == 0:
+            raise PiperError(f"there is no batch to train on: {self._position.why_empty}")
         elif self._ended is Ended.BATCHES and self._wanted is not None:
             self._session.notices.give(
                 Notice.BATCHES,
-                f"the batches ended after {self._wanted}, and cannot be begun again; {_CURE}",
-            )
-        elif self._ended is Ended.BATCHES and taken == 0:
-            self._session.notices.give(
-                Notice.BATCHES,
-                "there is no batch to train on: there is none at all, or they are an iterator that "
-                f"has been read; {_CURE}",
+                f"the batches ended after {self._wanted}, and cannot be begun again; {READ_ONCE}",
             )
 
     @property
@@ -207,12 +212,6 @@ class Rounds:
             return f"{done} of {counted(self._steps, 'step')}"
         epochs = self._options.epochs
         return None if epochs is None else f"{self._position.epochs} of {counted(epochs, 'epoch')}"
-
-
-_CURE = (
-    "a generator or another iterator is read once: give a list, a loader, or a function that "
-    "yields batches, which are begun again"
-)
 
 
 class Loop(Iterator[StepResult]):

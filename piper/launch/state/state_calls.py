@@ -22,7 +22,7 @@ from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.session import Session
 from piper.program.program import Program
 from piper.state.checkpoint.plain_values import from_json
-from piper.state.checkpoint.slices import runs
+from piper.state.checkpoint.slices import Slice, runs
 from piper.state.optimizer.ema import EMA
 
 _AT_ONCE = 4 * 1024 * 1024
@@ -39,6 +39,7 @@ def save_state(
     session.refuse_averaged()
     with session.undisturbed():
         session.saving.settle()
+        session.unread = False
         group = session.whole
         one = Save(session.program, prepare(group, path, keep), session.rest, data, keep)
         if background:
@@ -64,6 +65,7 @@ def export_model(
     """``Trainer.export``."""
     size = int(file_gb * 10**9)
     with session.undisturbed():
+        session.unread = False
         export(session.whole, session.program, path, session.rest, dtype=dtype, file_bytes=size)
 
 
@@ -74,7 +76,7 @@ def state_dict(session: Session) -> dict[str, Any]:
     """``Trainer.state_dict``."""
     program = session.program
     with session.undisturbed():
-        state = whole_state(program, running.export(session.whole), session.rest)
+        state = whole_state(program, _exported(session), session.rest)
     return state if program.source is None else program.names.with_added(program.source, state)
 
 
@@ -84,12 +86,18 @@ def stream_state(session: Session) -> Iterator[tuple[str, Tensor]]:
     for keys in runs(names.keys, names.elements.__getitem__, _AT_ONCE):
         only = frozenset(names.keys[key] for key in keys)
         with session.undisturbed():
-            parts = running.export(session.whole, only)
+            parts = _exported(session, only)
             find = tensor_of(session.program, parts, session.rest)
         for key in keys:
             with session.undisturbed():
                 tensor = find(names.keys[key])
             yield key, tensor
+
+
+def _exported(session: Session, only: frozenset[str] | None = None) -> list[list[Slice]]:
+    """The parameters and buffers of all devices, or those in ``only``, read by the caller."""
+    session.unread = False
+    return running.export(session.whole, only)
 
 
 def load_state_dict(session: Session, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -111,7 +119,7 @@ def model(session: Session) -> nn.Module:
     """``Trainer.model``."""
     source = given_source(session.program)
     with session.undisturbed():
-        find = tensor_of(session.program, running.export(session.whole), session.rest)
+        find = tensor_of(session.program, _exported(session), session.rest)
         known = dict((*source.parameters(), *source.buffers()))
         tensors = {name: find(name).to(own.dtype) for name, own in known.items()}
         return source.with_tensors(tensors).model.eval()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from piper.base.errors import PiperError
+from piper.base.units import class_text
 from piper.capture.batch import Batch, Pad
 from piper.capture.code.executables import Executables
 from piper.capture.code.totals import summed
@@ -44,6 +45,18 @@ def batches_in(program: Program, given: Sequence[Any]) -> Iterator[Sequence[Any]
     """The batches in the arguments of ``trainer.evaluate``: one, or many in an iterable."""
     one = batch_in(program, given)
     return iter([one]) if one is not None else map(arguments_of, given[0])
+
+
+def refuse_one_batch(program: Program, batches: Any) -> None:
+    """Refuse one batch in place of an iterable of batches."""
+    several = isinstance(batches, tuple | list) and len(batches) > 1
+    if isinstance(batches, Mapping | Tensor) or (
+        several and _is_built_like(program.example, batches)
+    ):
+        raise PiperError(
+            f"batches is {class_text(batches)}, one batch: give an iterable of batches, "
+            "fit([batch]), or call trainer.step(batch)"
+        )
 
 
 def _is_built_like(example: Batch, batch: Any) -> bool:
@@ -119,7 +132,9 @@ def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> Piper
         return PiperError(
             f"{error}. A batch has {size} rows here, and this one {found}: drop the last, "
             "smaller batch (drop_last=True), "
-            f"{'' if fits else 'or '}pad it with pad= and a loss that ignores the padding"
+            f"{'' if fits else 'or '}pad it, "
+            f"pad={_proposed(program, list(map(_leaves, batch)))}, with a loss that ignores the "
+            "padding"
             f"{f', or {own}' if fits else ''}"
         )
     if [x.shape for x in tensors] != [x.shape for x in examples]:
@@ -154,14 +169,9 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
         for name, x in one.items()
     ):
         count = sum(map(len, given))
-        fills = [
-            {name: _IGNORED if _counts(program, i, name, x) else 0 for name, x in one.items()}
-            for i, one in enumerate(given)
-        ]
-        built = [one.get("", one) for one in fills]
         raise PiperError(
             f"pad={pad!r} must give one number for each of the {count} tensors of the batch, by "
-            f"name for a dict: built like {tuple(built) if len(built) > 1 else built[0]}"
+            f"name for a dict: built like {_proposed(program, given)}"
         )
     size = program.example.size
     examples = [_leaves(part) for part in program.example.given]
@@ -176,6 +186,16 @@ def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: boo
         }
         padded_batch.append(filled if isinstance(whole, Mapping) else filled[""])
     return padded_batch
+
+
+def _proposed(program: Program, given: Sequence[Mapping[str, Any]]) -> Any:
+    """A ``pad=`` for a batch with the leaves ``given``: integer targets are ignored."""
+    fills = [
+        {name: _IGNORED if _counts(program, i, name, x) else 0 for name, x in one.items()}
+        for i, one in enumerate(given)
+    ]
+    built = [one.get("", one) for one in fills]
+    return tuple(built) if len(built) > 1 else built[0]
 
 
 def counted_padding(program: Program, batch: Sequence[Any], pad: Pad) -> str | None:

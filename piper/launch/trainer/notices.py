@@ -17,6 +17,10 @@ class Notice(Enum):
     """Padded rows that count in the loss."""
     BATCHES = auto()
     """Batches that ended before the steps."""
+    SAMPLER = auto()
+    """A sampler that leaves out parts of the dataset."""
+    WEIGHTS = auto()
+    """Trained weights that nobody has read."""
 
 
 class Notices:

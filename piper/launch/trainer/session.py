@@ -52,6 +52,8 @@ class Session:
         """Whether the weights are their averages, for ``averaged``."""
         self.failed = False
         """Whether the last step or evaluation ended with an error."""
+        self.unread = False
+        """Whether a loop has changed the weights since they were last saved or read."""
         self.saving = PendingSave()
         self._group: WorkerGroup | None = group
         # runs even without close(); registered after the group's finalizer, so called before it
@@ -94,11 +96,22 @@ class Session:
         try:
             if error is None:
                 self.saving.settle()
+                self._warn_of_unread()
             else:
                 self.saving.settle_late(error)
         finally:
             self._group.close(error)
             self._group = None
+
+    def _warn_of_unread(self) -> None:
+        if self.unread:
+            self.notices.give(
+                Notice.WEIGHTS,
+                "nothing is saved: the trained weights end with the trainer, and the model given "
+                "to compile has those from before. Inside the with block, call "
+                "trainer.export(folder), .state_dict(), .model() or .save(folder), or give fit "
+                "checkpoint=",
+            )
 
     # batches
 

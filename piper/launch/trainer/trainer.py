@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from piper.base.arguments import named_arguments
 from piper.base.errors import PiperError
 from piper.base.paths import path_of
 from piper.base.tracking import Alive
@@ -34,11 +35,30 @@ from piper.launch.loop.loop import Loop, Rounds
 from piper.launch.state import state_calls
 from piper.launch.trainer import training_calls
 from piper.launch.trainer.batch_shapes import BatchShapes
+from piper.launch.trainer.batch_tensors import refuse_one_batch
 from piper.launch.trainer.session import Session
 from piper.launch.trainer.step_result import StepResult
 from piper.launch.watch.region_statistics import GradientStatistics, gradients_by_region
 from piper.launch.watch.step_profile import Profile
 from piper.program.program import Program
+
+_ELSEWHERE = {
+    **dict.fromkeys(("train", "learn"), "fit(batches) trains"),
+    **dict.fromkeys(("validate", "test"), "evaluate(batches)"),
+    "predict": "evaluate(batches).outputs, with outputs= of compile",
+    **dict.fromkeys(("save_model", "save_pretrained", "push_to_hub"), "export(folder)"),
+    "save_checkpoint": "save(folder)",
+    "load_checkpoint": "load(folder)",
+    **dict.fromkeys(("parameters", "named_parameters"), "state_dict(), or model().parameters()"),
+    "optimizer": "optimizer= of compile makes it, on each device for its own parameters",
+}
+"""Names of these methods in other libraries."""
+
+_IN_BATCH = dict.fromkeys(
+    ("input_ids", "labels", "attention_mask", "pixel_values"),
+    "the batch as one mapping, trainer.step(batch)",
+)
+"""What is in a batch of transformers, and no argument."""
 
 
 class Trainer:
@@ -52,6 +72,12 @@ class Trainer:
         self._runs: dict[Path | None, SavedRun] = {}
         """By folder, the run of ``fit`` and ``iterate`` there."""
         self._loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+    if not TYPE_CHECKING:  # type checkers know the methods
+
+        def __getattr__(self, name: str) -> object:
+            hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise AttributeError(f"Trainer has no {name!r}{hint}", name=name, obj=self)
 
     def __enter__(self) -> Trainer:
         return self
@@ -96,6 +122,7 @@ class Trainer:
         ``torchrun``, all rows."""
         return self._session.rows
 
+    @named_arguments(PiperError, _IN_BATCH)
     def step(
         self,
         *batch: Any,
@@ -114,6 +141,7 @@ class Trainer:
         """
         return training_calls.step(self._session, batch, pad=pad, report=report, rows=rows)
 
+    @named_arguments(PiperError, _IN_BATCH)
     def evaluate(self, *batch: Any, pad: Pad | None = None, rows: bool = False) -> StepResult:
         """Compute the loss and the outputs of one batch, or of all batches of a loader, in
         evaluation mode; nothing changes.
@@ -192,6 +220,7 @@ class Trainer:
         the state after the last step is saved however the loop ends, also by ``break`` or an
         error."""
         chosen = FitOptions(**options)
+        refuse_one_batch(self.program, batches)
         listeners = checked_callbacks(chosen.callbacks)
         everywhere: list[Callback] = [x for x in listeners if isinstance(x, TrainerCallback)]
         session = self._session

@@ -13,8 +13,14 @@ from piper.base.arguments import CompilerName
 from piper.base.errors import PiperError, warn
 from piper.base.modes import without_modes
 from piper.capture.batch import Batch
+from piper.capture.loss.labels import warn_of_labels
 from piper.capture.loss.outputs import Outputs
-from piper.capture.loss.own_loss import Loss, loss_or_own, refuse_counted
+from piper.capture.loss.own_loss import (
+    Loss,
+    loss_or_own,
+    refuse_counted,
+    refuse_keywords_in_tuple,
+)
 from piper.capture.model import check_model
 from piper.ir.dag.facts import LOSS_PREFIX
 from piper.state.optimizer.factory import OptimizerFactory
@@ -31,6 +37,10 @@ ELSEWHERE = {
     **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "loss"),
     **dict.fromkeys(("labels", "label"), "targets"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "remat"),
+    **dict.fromkeys(("scaler", "grad_scaler"), "precision='bf16', which needs no scaler"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches"), "mesh(..., microbatches=)"
+    ),
     "batch": "inputs",
 }
 """Names of these arguments in other libraries."""
@@ -99,12 +109,15 @@ class CompileArguments:
         }
 
     def check(self) -> None:
-        """Refuse arguments that are wrong for every strategy. Warn of a model in evaluation mode:
-        libraries often return models so, without notice."""
+        """Refuse arguments that are wrong for every strategy. Warn of a model in evaluation mode,
+        as libraries often return models without notice, and of labels that mean something else."""
         loss_or_own(self.loss, self.targets)
         check_model(self.model)
         self.training(torch.get_default_dtype()).check()
         refuse_counted(self.inputs)
+        refuse_keywords_in_tuple(self.model, self.inputs)
+        with without_modes():
+            warn_of_labels(self.model, self.inputs)
         init = self.init
         if init is not None and not callable(init) and not isinstance(init, WeightFiles):
             raise PiperError(

@@ -38,7 +38,11 @@ from piper.program.cache.lookup import Lookup
 from piper.program.chunk_table import letters_of
 from piper.program.compile.compile_arguments import ELSEWHERE, CompileArguments
 from piper.program.compile.digest import digest_of
-from piper.program.compile.mixing_warnings import warn_of_mixing
+from piper.program.compile.model_warnings import (
+    warn_of_checkpointing,
+    warn_of_mixing,
+    warn_of_untrained,
+)
 from piper.program.compile.placer import Placed, Placer
 from piper.program.compile.rank_zero import JobStore
 from piper.program.compile.stages import Stages
@@ -54,7 +58,6 @@ from piper.state.optimizer.training import Training
 from piper.state.weights.source import Source, StateNames
 from piper.state.weights.weight_files import Init, WeightFiles
 from piper.strategies.directives.place import Place
-from piper.strategies.directives.remat import Remat
 from piper.strategies.directives.shard import Shard
 from piper.strategies.directives.split import Split
 from piper.strategies.strategy import Strategy
@@ -282,7 +285,8 @@ class Capture:
             with stages.stage("capturing the model"):
                 captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
             first = next(iter(captured.values()))
-            self._warn_of_checkpointing(strategy, first.checkpoints)
+            if self._given.remat is None:
+                warn_of_checkpointing(self._given.model, strategy, first.checkpoints)
             warn_of_mixing(captured.values())
             names = StateNames.of(self._source)
             for directive in strategy.directives:
@@ -290,8 +294,9 @@ class Capture:
                     directive.check_names(names.keys)
             with stages.stage("applying the strategy"):
                 placed = self._placer.placed(strategy, captured, shape.experts)
+            trained = trained_shapes(placed.facts.whole, placed.code)
+            warn_of_untrained(self._given.trained.keys() - trained.keys())
             if self._cost is None:
-                trained = trained_shapes(placed.facts.whole, placed.code)
                 with without_modes():
                     self._cost = cost_of(self._training.optimizer, trained, first.device)
             settings = Settings(
@@ -303,7 +308,7 @@ class Capture:
                 costs=Costs() if under.costs is None else under.costs,
             )
             with stages.stage("planning"):
-                lowered = _lowered(placed, self._training, settings, first.device)
+                lowered = _lowered(placed, self._training, settings, trained, first.device)
             with stages.stage("planning evaluation"):
                 evaluation = self._evaluation(strategy, shape, captured, placed)
                 training_step = Step(placed.facts, placed.code, lambda: lowered.plans)
@@ -361,18 +366,6 @@ class Capture:
         return other.compile(
             under.strategy, memory_limit=limit, costs=under.costs, cache=under.cache
         )
-
-    def _warn_of_checkpointing(self, strategy: Strategy, lines: Sequence[str]) -> None:
-        """Warn that the model's own activation checkpointing has no effect: the strategy decides
-        what is recomputed."""
-        directives = any(isinstance(d, Remat) for d in strategy.directives)
-        if lines and not directives and self._given.remat is None:
-            warn(
-                f"{type(self._given.model).__name__} asks for activation checkpointing "
-                f"(torch.utils.checkpoint, at {lines[0]}), which changes no number here and saves "
-                "no memory: what is computed again is said by the strategy; add "
-                "piper.remat({...}, 'all') for the regions meant, or give remat= to compile"
-            )
 
 
 _CURES = {
@@ -449,12 +442,15 @@ def _of_experts(place: Place, strategy: Strategy) -> bool:
 
 
 def _lowered(
-    placed: Placed, training: Training, settings: Settings, device: torch.device
+    placed: Placed,
+    training: Training,
+    settings: Settings,
+    trained: Mapping[str, tuple[int, ...]],
+    device: torch.device,
 ) -> Lowered:
     """The lowered training step."""
     lowered = lower(placed.dag, placed.facts.models, settings)
     if training.optimizer is not None:
-        trained = trained_shapes(placed.facts.whole, placed.code)
         with without_modes():
             check_factory(training.optimizer, settings.optimizer, lowered.dag, trained, device)
     return lowered

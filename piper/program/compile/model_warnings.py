@@ -1,12 +1,18 @@
-"""Warnings about models whose loss on microbatches does not equal the loss on the whole batch."""
+"""Warnings about models that would train otherwise than meant: a loss on microbatches that is not
+that of the whole batch, parameters without a gradient, activation checkpointing without effect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
+
+from torch import nn
 
 from piper.base.errors import CaptureError, warn
+from piper.base.units import counted
 from piper.capture.loss.row_mixing import MixingKind, RowMixing
 from piper.capture.model import Captured
+from piper.strategies.directives.remat import Remat
+from piper.strategies.strategy import Strategy
 
 _SAID = {
     MixingKind.STATISTICS: (
@@ -36,6 +42,29 @@ def warn_of_mixing(captured: Iterable[Captured]) -> None:
             size = each.example.size
             _say(each.mixing, size // each.microbatches, size)
             return
+
+
+def warn_of_untrained(names: Set[str]) -> None:
+    """Warn of parameters that require grad, and that the loss does not depend on."""
+    if names:
+        some = ", ".join(sorted(names)[:3])
+        warn(
+            f"{counted(len(names), 'parameter')} of the model will not be trained, because the "
+            f"loss has no gradient for {some}{', ...' if len(names) > 3 else ''}: unused, under "
+            "torch.no_grad or detached. If that is meant, freeze them with requires_grad_(False)"
+        )
+
+
+def warn_of_checkpointing(model: nn.Module, strategy: Strategy, lines: Sequence[str]) -> None:
+    """Warn that the model's own activation checkpointing, at ``lines``, has no effect: the strategy
+    decides what is recomputed."""
+    if lines and not any(isinstance(d, Remat) for d in strategy.directives):
+        warn(
+            f"{type(model).__name__} asks for activation checkpointing "
+            f"(torch.utils.checkpoint, at {lines[0]}), which changes no number here and saves "
+            "no memory: what is computed again is said by the strategy; add "
+            "piper.remat({...}, 'all') for the regions meant, or give remat= to compile"
+        )
 
 
 def _say(mixing: RowMixing, rows: int, size: int) -> None:
