@@ -88,7 +88,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi; \
 	echo "  build tools"; $(PIP) setuptools; \
 	echo "  torch, which is large"; $(PIP) torch; \
-	echo "  piper and the other packages"; $(PIP) --no-build-isolation --editable '.[dev]'; \
+	echo "  piper and about 90 other packages: a few minutes"; $(PIP) --no-build-isolation --editable '.[dev]'; \
 	touch $@; \
 	echo "  done"
 

@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from piper.base.units import bytes_text, counted, nbytes_of
-from piper.cli.options import AsJson, Limit, MeshSpec, Script, StrategyFile, TargetArgument
+from piper.cli.options import (
+    AsJson,
+    JobSettings,
+    Limit,
+    MeshSpec,
+    Script,
+    StrategyFile,
+    TargetArgument,
+)
 from piper.cli.output import REFUSED, Output
 
 
@@ -16,6 +24,7 @@ def check(
     target: TargetArgument,
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
+    settings: JobSettings = None,
     memory_limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
@@ -33,7 +42,7 @@ def check(
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
         limit = None if memory_limit is None else nbytes_of("--memory-limit", memory_limit)
-        program = program_of(target, chosen, memory_limit=limit)
+        program = program_of(target, chosen, settings, memory_limit=limit)
         traffic = program.traffic
         output.say(
             f"{counted(len(program.devices), 'device')}, "
@@ -78,6 +87,7 @@ def verify(
     script: Script,
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
+    settings: JobSettings = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 3,
     as_json: AsJson = False,
 ) -> None:
@@ -94,7 +104,7 @@ def verify(
     output = Output(as_json)
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
-        job = job_in(script)
+        job = job_in(script, settings)
         batches = job.batches() if callable(job.batches) else job.batches
         with output.doing("training"):
             report = verified(job.compile(chosen), steps=steps, batches=batches)

@@ -12,6 +12,7 @@ from piper.base.arguments import Where
 from piper.cli.options import (
     AsJson,
     ClusterOption,
+    JobSettings,
     LaunchOptions,
     MeshSpec,
     On,
@@ -28,6 +29,7 @@ def profile(
     script: Script,
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
+    settings: JobSettings = None,
     on: On = Where.VIRTUAL,
     options: LaunchOptions = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 3,
@@ -58,7 +60,7 @@ def profile(
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
         where = cluster_of(cluster) if cluster else None
-        program = job_in(script).compile(chosen, cluster=where)
+        program = job_in(script, settings).compile(chosen, cluster=where)
         trainer = launch(program, on=on.value, **launch_options(options))
         with trainer:
             quiet = not (output.err.is_terminal and output.speaks)

@@ -22,14 +22,14 @@ from piper.strategies import mesh
 from piper.strategies.strategy import Strategy
 
 
-def job_in(script: Path, settings: Sequence[str] = ()) -> Job:
+def job_in(script: Path, settings: Sequence[str] | None = None) -> Job:
     """The job that a script defines, with ``settings`` as "name=value"."""
     module = _loaded(script)
     job = getattr(module, "job", None)
     if callable(job) and not isinstance(job, Job):
-        job = job_with(job, settings)
+        job = job_with(job, settings or ())
     else:
-        refuse_settings(settings, script)
+        refuse_settings(settings or (), script)
     if not isinstance(job, Job):
         raise PiperError(
             f"{script} defines no job: write `def job() -> piper.Job: ...` "
@@ -47,14 +47,19 @@ def settings_in(script: Path) -> str:
 def program_of(
     target: Path,
     strategy: Strategy | None,
+    settings: Sequence[str] | None = None,
     *,
     memory_limit: int | None = None,
     cluster: Cluster | None = None,
 ) -> Program:
     """The program of ``target``, a script or the folder of a saved program."""
     if target.is_dir():
+        if settings:
+            raise PiperError(
+                f"--set {settings[0]}: {target} is a program compiled already; give the script"
+            )
         return _saved(target, strategy, memory_limit)
-    return job_in(target).compile(strategy, memory_limit=memory_limit, cluster=cluster)
+    return job_in(target, settings).compile(strategy, memory_limit=memory_limit, cluster=cluster)
 
 
 def strategy_of(path: Path | None, spec: str | None) -> Strategy | None:

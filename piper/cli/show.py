@@ -14,6 +14,7 @@ from piper.base.units import bytes_text, counted, waiting_text
 from piper.cli.options import (
     AsJson,
     ClusterOption,
+    JobSettings,
     MeshSpec,
     StrategyFile,
     TargetArgument,
@@ -29,6 +30,7 @@ def show(
     target: TargetArgument,
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
+    settings: JobSettings = None,
     timeline: Timeline = None,
     dag: Annotated[
         Path | None,
@@ -50,7 +52,7 @@ def show(
     output = Output(as_json)
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
-        program = program_of(target, chosen)
+        program = program_of(target, chosen, settings)
         if text:
             output.say(program.text())
         elif timeline is None and dag is None:

@@ -6,6 +6,7 @@ from piper.cli.options import (
     AsJson,
     ClusterName,
     CostsOption,
+    JobSettings,
     MeshSpec,
     StrategyFile,
     TargetArgument,
@@ -21,6 +22,7 @@ def simulate(
     cluster: ClusterName,
     strategy: StrategyFile = None,
     mesh: MeshSpec = None,
+    settings: JobSettings = None,
     profile: CostsOption = None,
     timeline: Timeline = None,
     trace: Trace = None,
@@ -39,7 +41,7 @@ def simulate(
         where = cluster_of(cluster)
         recorded = Recorded.load(profile) if profile else None
         chosen = strategy_of(strategy, mesh)
-        program = program_of(target, chosen, cluster=where)
+        program = program_of(target, chosen, settings, cluster=where)
         with output.doing("simulating"):
             simulation = program.simulate(where, recorded)
         output.say(facts_table(simulation.facts, str(where)), *str(simulation).splitlines()[1:])

@@ -118,7 +118,7 @@ def train(
     with output.guarded():
         chosen = strategy_of(strategy, mesh)
         limit = None if memory_limit is None else nbytes_of("--memory-limit", memory_limit)
-        job = job_in(script, settings or ())
+        job = job_in(script, settings)
         job = job if device is None else replace(job, device=device)
         if evaluate_every is not None and job.held_out is None:
             raise PiperError("--evaluate-every needs held-out batches: Job(held_out=...)")

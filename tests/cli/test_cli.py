@@ -640,6 +640,8 @@ def test_train_takes_settings(tmp_path: Path) -> None:
     assert "nothing to set" in run("train", "--help", path).stdout
     path.write_text(SCRIPT + "\njob = job()\n")
     assert "defines no function `job`" in run("train", path, "--help").stdout
+    for command in ("train", "check"):
+        assert "finished Job" in run(command, path, "--set", "lr=1", code=1).stderr
     words = " ".join(run("train", path, "--set", "lr=1", code=1).stderr.split())
     assert "defines 'job' as a finished Job" in words
 
