@@ -10,6 +10,7 @@ import typer
 from piper.cli.check import check, verify
 from piper.cli.compare import compare
 from piper.cli.demo.command import demo
+from piper.cli.live.status import status
 from piper.cli.profile import profile
 from piper.cli.show import cache, show
 from piper.cli.simulate import simulate
@@ -49,6 +50,7 @@ for command in (check, verify, show, simulate, profile, compare):
     app.command(no_args_is_help=True)(command)
 app.command()(demo)
 app.command()(cache)
+app.command()(status)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from piper.ir.plan.instructions import COMMUNICATING, Instruction, Verb
 from piper.ir.plan.plan import Plan
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.context import ExecutionContext, Scalars
+from piper.runtime.counters import AWAITED, NOWHERE, PC, ProgramCounter
 from piper.runtime.instructions.add import add
 from piper.runtime.instructions.compute import compute
 from piper.runtime.instructions.copy_state import copy
@@ -31,14 +32,6 @@ from piper.runtime.instructions.update import gather, reduce, update
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.streams.streams import BoundStreams, Streams
 from piper.state.device.device_state import DeviceState
-
-
-class ProgramCounter(Protocol):
-    """One number: the index of the current instruction in its plan. Other processes may read it."""
-
-    def __getitem__(self, index: int, /) -> int: ...
-
-    def __setitem__(self, index: int, value: int, /) -> None: ...
 
 
 class Observer(Protocol):
@@ -87,8 +80,7 @@ class Executor:
         self.streams = streams
         self.running: LoadedPlan | None = None
         """The plan that ran last, or runs now."""
-        self.at: ProgramCounter = [0]
-        """The program counter, for readers outside; may be in shared memory."""
+        self.at: ProgramCounter = [NOWHERE, 0, NOWHERE]
 
     def load(self, plan: Plan, code: Executables, observer: Observer | None = None) -> LoadedPlan:
         """Binds the instructions of ``plan``. ``observer``, if given, notes every run."""
@@ -128,9 +120,10 @@ class Executor:
             self.streams.begin()
             loaded.bound.begin()
             for pc, ends, execute, frees in loaded.ops if report else loaded.unreported:
-                at[0] = pc
+                at[PC] = pc
                 for other in ends:
                     while not pending[other].done():
+                        at[AWAITED] = other
                         if snapshot is None:
                             yield pending[other]
                         else:
@@ -138,6 +131,7 @@ class Executor:
                             yield pending[other]
                             snapshot.wait_ends()
                     self._complete(loaded, pending, other)
+                    at[AWAITED] = NOWHERE
                 begun = execute()
                 if begun is not None:
                     pending[pc] = begun
@@ -147,8 +141,10 @@ class Executor:
                     free(slot)
             for other in list(pending):
                 while not pending[other].done():
+                    at[AWAITED] = other
                     yield pending[other]
                 self._complete(loaded, pending, other)
+                at[AWAITED] = NOWHERE
         except (InstructionError, CapacityError):
             raise
         except Exception as error:

@@ -42,6 +42,8 @@ class DeviceProgram:
     gives: Collection[str]
     """The buffers that this device gives to a checkpoint or a switch: those that no earlier device
     has."""
+    tokens: int = 0
+    """Tokens of a batch."""
 
 
 def buffers_of(*steps: tuple[Plan, Executables]) -> dict[str, TensorSpec]:

@@ -15,6 +15,7 @@ from piper.capture.code.executables import Executables
 from piper.ir.ops import Compute
 from piper.ir.plan.plan import Plan
 from piper.launch.device.weight_readers import FirstWeights
+from piper.launch.trainer.batch_tensors import tokens_of
 from piper.program.compiled import Step
 from piper.program.program import Program
 from piper.state.device_program import DeviceProgram, buffers_of
@@ -53,6 +54,7 @@ def device_programs(program: Program) -> Callable[[int], DeviceProgram]:
             order=tuple(name for name in names if name in held or name in gives),
             training=program.training,
             gives=tuple(gives),
+            tokens=tokens_of(program.example, program.example.size),
         )
 
     return of

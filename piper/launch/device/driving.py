@@ -11,6 +11,7 @@ from piper.launch.device.device import Running, WorkerDevice
 from piper.launch.device.report import Report
 from piper.launch.watch.faults import described
 from piper.runtime.comm.loopback import Hub
+from piper.runtime.counters import PC
 from piper.runtime.executor import CommunicationError
 from piper.runtime.pending import Pending
 
@@ -56,7 +57,7 @@ class InTurns:
         for i, pending in waiting.items():
             device = devices[i]
             assert pending is not None
-            at = device.loaded.executor.at[0]
+            at = device.loaded.executor.at[PC]
             lines.append(f"  device {device.number} at instruction {at} waits for {pending.name}")
         lines += [f"  {line}" for line in self._hub().waiting()]
         return "\n".join(lines)

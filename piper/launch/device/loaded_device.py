@@ -19,6 +19,7 @@ from piper.runtime.activation_sums import ActivationSums
 from piper.runtime.comm.nccl import Nccl
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.context import Scalars
+from piper.runtime.counters import AWAITED, PC, PLAN
 from piper.runtime.executor import Executor, LoadedPlan, Observer
 from piper.runtime.feeding import block_of
 from piper.runtime.pending import Pending
@@ -54,7 +55,6 @@ class LoadedDevice:
         self.comm = comm
         streams = streams_for(state.where, program.streams, shaker, tracked=tracked)
         self.executor = Executor(state, comm, streams, runners)
-        self.executor.at = [0, _TRAINING]  # the program counter, and the index in ``plans``
         self._gpus = gpus_of(state.where)
         self._begun: Snapshot | None = None
         """The snapshot of the last save. Copies of state that no step changes may still be under
@@ -80,6 +80,14 @@ class LoadedDevice:
         """The plan that was run last."""
         return self.executor.running or self._training
 
+    def unfinished(self) -> int | None:
+        """On a GPU, the program counter of the first communication that has begun and not finished;
+        readers outside find it, too. None if there is none, and on a CPU."""
+        pc = self.running.bound.unfinished()
+        if pc is not None:
+            self.executor.at[PC] = self.executor.at[AWAITED] = pc
+        return pc
+
     def step(self, given: list[Tensor], *, report: bool = True) -> Generator[Pending, None, Report]:
         """One step of training."""
         result = yield from self.train(given, report=report)
@@ -91,10 +99,10 @@ class LoadedDevice:
     ) -> Generator[Pending, None, Report]:
         """All instructions of a training step; the caller must still advance the state."""
         snapshot = self.state.snapshot
-        loaded, self.executor.at[1] = self._training, _TRAINING
+        loaded, self.executor.at[PLAN] = self._training, _TRAINING
         if snapshot is not None:
             assert self._saving is not None
-            loaded, self.executor.at[1] = self._saving, _SAVING
+            loaded, self.executor.at[PLAN] = self._saving, _SAVING
         scalars = yield from self.executor.run(loaded, given, report=report)
         if snapshot is not None:  # state that no update changes has no copy instruction
             snapshot.copy_rest()
@@ -148,7 +156,7 @@ class LoadedDevice:
             self._training = usual
 
     def _weighed(self, given: list[Tensor]) -> Generator[Pending, None, Report]:
-        tracker = Tracker(lambda: self.executor.at[0])
+        tracker = Tracker(lambda: self.executor.at[PC])
         tracker.count((*self.state.tensors(), *self._training.context.constants.values()))
         state = tracker.now
         with tracker:
@@ -163,7 +171,7 @@ class LoadedDevice:
         """The forwards only; a pending snapshot of the state is copied meanwhile."""
         if self.state.snapshot is not None:
             self.state.snapshot.copy_rest()
-        self.executor.at[1] = _EVALUATION
+        self.executor.at[PLAN] = _EVALUATION
         scalars = yield from self.executor.run(self._evaluation, given)
         self.state.changing = False
         places = [

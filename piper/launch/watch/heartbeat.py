@@ -80,7 +80,7 @@ class Heartbeat:
             self._heard.clear()
             self._say(_NOWHERE)
             return None
-        pc = None if self.device is None else self.device.running.bound.unfinished()
+        pc = None if self.device is None else self.device.unfinished()
         here = "in the preparation of communication"
         waits_for = tuple(number for number in self._members if number != self._number)
         if pc is not None and self.device is not None:

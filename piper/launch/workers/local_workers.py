@@ -78,7 +78,6 @@ class LocalWorkers:
         refuse_ended(self._finalizer)
         for device, message in calls:
             worker = self.processes[self.devices.index(device)]
-            worker.forget_pc()
             worker.send(message)
         options = self._options
         if not self.ready:

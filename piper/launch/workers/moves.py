@@ -36,7 +36,7 @@ class Moves:
         if self._stopped.among(worker.process.pid for worker in self._workers):
             return "a worker does not go on"
         seen = [
-            (worker.counter.read_bytes(), *stat_of(worker.process.pid)[_USER : _SYSTEM + 1])
+            (worker.moves, *stat_of(worker.process.pid)[_USER : _SYSTEM + 1])
             for worker in self._workers
         ]
         if seen != self._seen:

@@ -46,6 +46,8 @@ class ProcessLinks:
         ``address`` is that of this machine, if known."""
         self.store = store
         self.gives: dict[int, Sequence[Slice]] = {}
+        self.job = ""
+        """The name of the last connection."""
         self._local = local
         self._timeout = timedelta(seconds=options.timeout)
         self._share_gpus = options.share_gpus
@@ -64,6 +66,7 @@ class ProcessLinks:
     def connect(
         self, job: str, program: DeviceProgram, where: torch.device
     ) -> tuple[Comm, Runners]:
+        self.job = job
         store, number = dist.PrefixStore(job, self.store), program.device
         plans = [plan for plan, _ in program.steps]
         comm: Comm

@@ -23,6 +23,7 @@ from piper.launch.device.driving import alone
 from piper.launch.device.local_devices import COMPUTING, STARTING, LocalDevices
 from piper.launch.device.worker_group import Each
 from piper.launch.launch_options import TorchrunOptions
+from piper.launch.status.published import Published
 from piper.launch.watch.stopped import watched_ranks
 from piper.launch.workers.many_trainers import ManyTrainers
 from piper.launch.workers.process_links import TorchrunLinks
@@ -37,6 +38,7 @@ class TorchrunWorkerGroup(ManyTrainers):
         )
         super().__init__(options.timeout)
         self._end_watching = watched_ranks()
+        self._published = Published.nameless()
         self._links = TorchrunLinks(self.once(lambda: uuid.uuid4().hex), options)
         self._options = options
         self._members: list[int] = []
@@ -77,10 +79,14 @@ class TorchrunWorkerGroup(ManyTrainers):
         given = [self._from_rank_zero(x) if isinstance(x, Each) else x for x in arguments]
         if not self.devices:
             return []
+        if self._published is not None:
+            self._published.begin()
         with self._watched(method):
             answers = self.local.call(method, given)
             if method is WorkerDevice.profile:
                 answers = [answer.on_host().at_clock(ahead) for answer in answers]
+        if self._published is not None:
+            self._published.end(self.local.devices[0], self._links.job)
         if method in (WorkerDevice.load, WorkerDevice.take):
             self._links.look_at(self.local.running)
         return answers

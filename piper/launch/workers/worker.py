@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import mmap
 import os
 import pickle
 import signal
@@ -26,7 +25,8 @@ from piper.capture.code.codegen import Runners
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.driving import alone
 from piper.launch.device.local_devices import COMPUTING, LocalDevices
-from piper.launch.messages.calls import Call, Failure, WorkerTask, dumped, send
+from piper.launch.messages.calls import Call, Failure, WorkerTask, send
+from piper.launch.status.published import Published
 from piper.launch.watch.faults import described
 from piper.launch.watch.liveness import Monitor
 from piper.launch.workers.process_links import ProcessLinks
@@ -76,12 +76,14 @@ def _serve(connection: Connection, folder: Path) -> None:
     leave_out_tracer()
     for module in task.options.imports:
         importlib.import_module(module)
-    device = WorkerDevice(task.device, _Links(task, folder), task.options)
+    links = _Links(task, folder)
+    device = WorkerDevice(task.device, links, task.options)
     local = LocalDevices([device], alone, cuda_graphs=task.options.cuda_graphs)
-    progress = _Progress(device, folder)
+    published = Published(os.open(folder / f"at.{task.device}", os.O_RDWR))
     monitor: Monitor | None = None
     while isinstance(call := _next(connection), Call):
         call.flags.set()
+        published.begin()
         if torch.get_num_threads() != call.threads:
             torch.set_num_threads(call.threads)
         try:
@@ -92,11 +94,11 @@ def _serve(connection: Connection, folder: Path) -> None:
             answer = _failure(error)
         if isinstance(answer, Failure):
             _answer(connection, answer)
-            progress.forget()
+            published.forget()
             local.drop()
             gc.collect()  # connections end with the last reference, and then the others fail, too
             continue
-        progress.publish()
+        published.end(device, links.job)
         if monitor is None and not device.waits and device.state.where.type == "cuda":
             monitor = _monitor(device, task.options.timeout, connection)
         _answer(connection, answer)
@@ -128,33 +130,6 @@ class _Links(ProcessLinks):
         return super().connect(job, program, where)
 
 
-class _Progress:
-    """Files in which the parent finds the instruction that the device runs, even of a worker that
-    was killed: its program counter, and the names of all instructions."""
-
-    def __init__(self, device: WorkerDevice, folder: Path) -> None:
-        self._device = device
-        self._names = folder / f"names.{device.number}"
-        with (folder / f"at.{device.number}").open("r+b") as file:
-            self._at = memoryview(mmap.mmap(file.fileno(), 16)).cast("q")
-        self._known: tuple[Any, int] = None, 0
-
-    def forget(self) -> None:
-        """The device has no plans any more."""
-        self._known = None, 0
-
-    def publish(self) -> None:
-        """Write the names if the device has other plans."""
-        if self._device.waits:
-            return
-        loaded = self._device.loaded
-        if self._known != (loaded, len(loaded.plans)):
-            self._known = loaded, len(loaded.plans)
-            loaded.executor.at = self._at
-            names = [[x.name for x in plan.instructions] for plan in loaded.plans]
-            self._names.write_bytes(dumped(names))
-
-
 def _called(local: LocalDevices, monitor: Monitor | None, call: Call) -> Any:
     """The answer to a call, once the device has finished too."""
     over = threading.Event()
@@ -176,11 +151,8 @@ def _monitor(device: WorkerDevice, timeout: float, connection: Connection) -> Mo
         if device.waits or not seconds:
             return None
         loaded = device.loaded
-        pc = loaded.running.bound.unfinished()
-        if pc is None:
-            return None
-        loaded.executor.at[0] = pc
-        if seconds < timeout:
+        pc = loaded.unfinished()
+        if pc is None or seconds < timeout:
             return None
         what = described(loaded.running.context.plan, pc, device.number)
         return f"device {device.number} has waited {seconds:.0f} s for {what}"

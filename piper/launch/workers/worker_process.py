@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import signal
-import struct
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
+from piper.launch.status.seen import HEADER, seen_in
 from piper.launch.workers.fork_server import ForkedProcess, ForkServer
 
 GRACE = 2.0
 """Seconds that a process gets to exit by itself."""
-_NOWHERE = struct.pack("qq", -1, 0)
-"""The program counter and the plan of a worker that runs no instruction."""
 
 
 @dataclass(slots=True)
@@ -29,9 +26,7 @@ class WorkerProcess:
     process: ForkedProcess
     connection: Connection
     counter: Path
-    """The file in which it keeps its program counter and which of its plans it runs."""
-    names: Path
-    """The file with the names of the instructions of its plans."""
+    """The file in which it publishes its program counter (``Published``)."""
     answered: bool = False
     """Whether it has answered a call: until then it starts."""
     sender: threading.Thread | None = None
@@ -54,15 +49,16 @@ class WorkerProcess:
         """The instruction that it runs or ran last, as text for errors."""
         if not self.answered:
             return " before it was ready"
-        pc, plan = struct.unpack("qq", self.counter.read_bytes())
-        if pc < 0:
+        seen = seen_in(self.counter.read_bytes())
+        if seen is None or seen.at is None:
             return ""
-        return f" at instruction {pc} ({pickle.loads(self.names.read_bytes())[plan][pc]})"
+        return f" at instruction {seen.pc} ({seen.at.name})"
 
-    def forget_pc(self) -> None:
-        """Reset the program counter: no instruction runs yet."""
-        with self.counter.open("r+b") as file:
-            file.write(_NOWHERE)
+    @property
+    def moves(self) -> bytes:
+        """Numbers that change when it comes to another instruction."""
+        with self.counter.open("rb") as file:
+            return file.read(HEADER.size)
 
     @property
     def ended(self) -> str:
@@ -79,11 +75,11 @@ class WorkerProcess:
 def forked(device: int, local: int, folder: Path, server: ForkServer) -> WorkerProcess:
     """Start a worker; it shares files with its parent in ``folder``."""
     counter = folder / f"at.{device}"
-    counter.write_bytes(_NOWHERE)
+    counter.touch()
     here, there = Pipe()
     with there:
         process = server.fork(there.fileno())
-    return WorkerProcess(device, local, process, here, counter, folder / f"names.{device}")
+    return WorkerProcess(device, local, process, here, counter)
 
 
 def _send(connection: Connection, message: bytes, earlier: threading.Thread | None) -> None:

@@ -1,0 +1,1 @@
+"""What other processes of this user can see of running workers."""
