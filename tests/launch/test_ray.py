@@ -149,24 +149,24 @@ def test_an_operation_that_fails(nodes: Nodes) -> None:
     until(lambda: not left())
 
 
-@pytest.mark.slow
+@pytest.mark.cases(fast=0, slow=1)
 @pytest.mark.filterwarnings("ignore::piper.PiperWarning")
-@pytest.mark.parametrize("lost", ["worker", "machine"])
+@pytest.mark.parametrize("lost", [Fault.KILL, None, Fault.STOP, Fault.RAISE])
 def test_what_is_lost_is_replaced(
-    lost: str, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lost: Fault | None, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the losses of a run without the fault."""
+    """With the losses of a run without the fault: a fault of a worker, or the loss of a machine."""
     monkeypatch.setattr(ray_group, "_SILENT", 4.0)
     case = "stages, tied weights, dropout"
     with piper.launch(compiled(case)) as trainer:
         undisturbed = trained(trainer)
     options: dict[str, Any] = {"restarts": 2, "shared": str(tmp_path), "cpus": 2}
-    fault = chosen(1, 3, 7, Fault.KILL, str(tmp_path / "happened"))
-    if lost == "worker":
+    if lost is not None:
+        fault = chosen(1, 3, 7, lost, str(tmp_path / "happened"))
         options["runtime_env"] = {"env_vars": {"FAULT_AT": fault}}
         options["imports"] = ["tests.scripts.fault_at"]
     with nodes.launch(case, **options) as trainer:
-        if lost == "machine":
+        if lost is None:
             trainer.step(*batches()[0])
             nodes.lose_one(trainer)
             nodes.add("c")
@@ -174,7 +174,8 @@ def test_what_is_lost_is_replaced(
         else:
             assert not differences(trained(trainer), undisturbed)
     (recovery,) = trainer.recoveries
-    assert recovery.replaced == ((1,) if lost == "worker" else (0, 1))
+    replaced = {None: (0, 1), Fault.RAISE: ()}
+    assert recovery.replaced == replaced.get(lost, (1,))
 
 
 @pytest.mark.slow

@@ -26,7 +26,9 @@ class Published:
     def __init__(self, file: int) -> None:
         """``file`` is the descriptor of the memory; it stays open."""
         self._file = file
-        os.ftruncate(file, max(HEADER.size, os.fstat(file).st_size))
+        os.pwrite(
+            file, bytes(HEADER.size), 0
+        )  # on a full disk an error here, and not a signal later
         self._at = memoryview(mmap.mmap(file, HEADER.size)).cast("q")
         self._at[PC] = self._at[AWAITED] = NOWHERE
         self._known: tuple[Any, int] = None, 0
