@@ -15,9 +15,10 @@ import torch.distributed as dist
 from piper.launch.launch_options import WorkerOptions
 from piper.launch.messages.calling_group import DeviceAnswers
 from piper.launch.messages.calls import StoreAddress
-from piper.launch.workers.first_failure import CallAnswers
+from piper.launch.workers.first_failure import CallAnswers, StillWaiting
 from piper.launch.workers.local_workers import LocalWorkers
 
+Answered = DeviceAnswers | StillWaiting
 _CLEAN = """exec 3<&0; (cat <&3; for _ in 1 2 3 4 5; do rm -rf "$1" && exit; sleep 1; done) &"""
 """Removes a folder when the standard input closes, in a process that is neither a child of the
 actor nor in its group: Ray kills these without letting them clean up."""
@@ -71,13 +72,13 @@ class RayMachine:
         sys.path += [path for path in paths if path not in sys.path]
         return self._workers.seat(devices, kind, replace(store, own=self._address))
 
-    def call(self, calls: Iterable[tuple[int, bytes]], seconds: float) -> DeviceAnswers | None:
+    def call(self, calls: Iterable[tuple[int, bytes]], seconds: float) -> Answered:
         """Send each worker its message, and wait as ``answers`` does."""
-        self._answers = self._workers.call(calls)
+        self._answers = self._workers.call(calls, alone=False)
         return self.answers(seconds)
 
-    def answers(self, seconds: float) -> DeviceAnswers | None:
-        """The answers to the last call; None if they take longer than ``seconds``."""
+    def answers(self, seconds: float) -> Answered:
+        """The answers to the last call, unless they take longer than ``seconds``."""
         assert self._answers is not None
         return self._answers.within(seconds)
 

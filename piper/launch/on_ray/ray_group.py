@@ -25,9 +25,9 @@ from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.launch_options import RayOptions
 from piper.launch.messages.calling_group import CallingGroup, DeviceAnswers
 from piper.launch.messages.calls import StoreAddress
-from piper.launch.on_ray.machine import RayMachine, RayMachineFacts
+from piper.launch.on_ray.machine import Answered, RayMachine, RayMachineFacts
 from piper.launch.on_ray.placement import equal_share, rooms_of
-from piper.launch.workers.first_failure import FailedCall
+from piper.launch.workers.first_failure import FailedCall, StillWaiting, late
 from piper.launch.workers.worker_process import GRACE
 
 _TURN = 1.0
@@ -196,23 +196,28 @@ class RayWorkerGroup(CallingGroup):
         while waiting:
             refs = [ref for _, ref in waiting]
             ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=_TURN + _SILENT)
-            again = []
+            again, still = [], list[StillWaiting]()
             for place, ref in waiting:
                 found = self._answer(place, ref) if ref in ready else self._silent(place)
                 if isinstance(found, FailedCall):
                     failed = found if failed is None or failed.consequence else failed
-                elif found is None:
+                elif isinstance(found, StillWaiting):
                     again.append((place, place.actor.answers.remote(_TURN)))
+                    still.append(found)
                 else:
                     known |= found
             if failed is not None and (not failed.consequence or not again):
                 return failed
+            stall = self.options.stall
+            if still and all(one.quiet > stall for one in still):
+                missing = "\n".join(one.missing for one in still)
+                return late(f"no worker has moved for {stall:g} s", missing)
             waiting = again
         return known if failed is None else failed
 
-    def _answer(self, place: _Place, ref: Any) -> DeviceAnswers | None:
+    def _answer(self, place: _Place, ref: Any) -> Answered:
         try:
-            found: DeviceAnswers | None = self._ray.get(ref)
+            found: Answered = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, PiperError):
                 raise error.cause from None

@@ -51,16 +51,32 @@ class FailedCall:
         return error
 
 
+@dataclass(frozen=True, slots=True)
+class StillWaiting:
+    """Answers are missing, and it is not known why."""
+
+    quiet: float
+    """Seconds in which no worker has moved; 0 if workers that hang are not replaced."""
+    missing: str
+    """The workers without an answer, and where they are."""
+
+
 class CallAnswers:
-    """The answers of all workers to one call, by device. After a failure the caller has to end all
-    workers."""
+    """The answers of the workers of one machine to one call, by device. After a failure the caller
+    has to end all workers."""
 
     def __init__(
-        self, workers: Sequence[WorkerProcess], timeout: float, stall: float = math.inf
+        self,
+        workers: Sequence[WorkerProcess],
+        timeout: float,
+        stall: float = math.inf,
+        *,
+        alone: bool = True,
     ) -> None:
-        """The call fails after ``timeout`` seconds, or ``stall`` seconds in which no worker
-        moves."""
+        """The call fails after ``timeout`` seconds, or if they are ``alone``, ``stall`` seconds in
+        which no worker moves. Otherwise they may wait for those of other machines."""
         self._workers = list(workers)
+        self._alone = alone
         self._moves = None if stall == math.inf else Moves(workers)
         self._stall = stall
         self._look = _LOOK if self._moves is None else _LOOK_AT_MOVES
@@ -68,8 +84,8 @@ class CallAnswers:
         self._deadline = time.monotonic() + timeout
         self._known: dict[int, Any] = {}
 
-    def within(self, seconds: float) -> dict[int, Any] | FailedCall | None:
-        """All answers; None if they take longer than ``seconds``."""
+    def within(self, seconds: float) -> dict[int, Any] | FailedCall | StillWaiting:
+        """All answers, unless they take longer than ``seconds``."""
         end = time.monotonic() + seconds
         while waiting := [w for w in self._workers if w.device not in self._known]:
             now = time.monotonic()
@@ -82,12 +98,16 @@ class CallAnswers:
                 elif not (ready or worker.process.poll() is None or worker.connection.poll()):
                     return _death(worker)
             if self._deadline <= now:
-                return _late(f"no answer within {self._timeout:g} s", waiting)
-            problem = None if self._moves is None else self._moves.problem(self._stall)
-            if problem is not None:
-                return _late(problem, waiting)
+                return late(f"no answer within {self._timeout:g} s", _missing(waiting))
+            quiet = 0.0
+            if self._moves is not None:
+                if self._moves.any_stopped():
+                    return late("a worker does not go on", _missing(waiting), consequence=False)
+                quiet = self._moves.seconds_without()
+                if self._alone and quiet > self._stall:
+                    return late(f"no worker has moved for {self._stall:g} s", _missing(waiting))
             if end <= now:
-                return None
+                return StillWaiting(quiet, _missing(waiting))
         return self._known
 
     def idle(self, workers: Sequence[WorkerProcess], seconds: float) -> list[WorkerProcess]:
@@ -142,12 +162,17 @@ class CallAnswers:
         return self._known.get(worker.device)
 
 
-def _late(what: str, waiting: Iterable[WorkerProcess]) -> FailedCall:
-    lines = [what]
+def late(what: str, missing: str, *, consequence: bool = True) -> FailedCall:
+    """The failure of a call whose answers are missing."""
+    return FailedCall(f"{what}\n{missing}", consequence=consequence)
+
+
+def _missing(waiting: Iterable[WorkerProcess]) -> str:
+    lines = []
     for worker in waiting:
         stopped = ", which a signal has stopped" if is_stopped(worker.process.pid) else ""
         lines.append(f"  from the worker of device {worker.device}{worker.at}{stopped}")
-    return FailedCall("\n".join(lines), consequence=True)
+    return "\n".join(lines)
 
 
 def _death(worker: WorkerProcess) -> FailedCall:

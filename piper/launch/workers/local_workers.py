@@ -72,9 +72,9 @@ class LocalWorkers:
             worker.send(dumped(task))
         return new
 
-    def call(self, calls: Iterable[tuple[int, bytes]]) -> CallAnswers:
-        """Send each worker its message, as soon as this is there. The answers must be waited
-        for."""
+    def call(self, calls: Iterable[tuple[int, bytes]], *, alone: bool = True) -> CallAnswers:
+        """Send each worker its message, as soon as this is there. The answers must be waited for.
+        ``alone`` says that no other machine has workers."""
         refuse_ended(self._finalizer)
         for device, message in calls:
             worker = self.processes[self.devices.index(device)]
@@ -83,7 +83,7 @@ class LocalWorkers:
         if not self.ready:
             return CallAnswers(self.processes, options.start_timeout)
         stall = options.stall if options.restarts else math.inf
-        return CallAnswers(self.processes, options.timeout, stall)
+        return CallAnswers(self.processes, options.timeout, stall, alone=alone)
 
     def keep_idle(self, answers: CallAnswers) -> None:
         """After a failed call, keep the workers that can take another one, and end the others. The

@@ -27,18 +27,20 @@ class Moves:
         self._seen: object = None
         self._since = time.monotonic()
 
-    def problem(self, stall: float) -> str | None:
-        """Why the call cannot end, as far as the calls of this method saw: no worker has moved for
-        ``stall`` seconds, or one is stopped. Unknown where the system does not tell."""
+    def any_stopped(self) -> bool:
+        """Whether a signal has stopped one, as far as the calls of this method saw."""
+        return bool(self._stopped.among(worker.process.pid for worker in self._workers))
+
+    def seconds_without(self) -> float:
+        """For how long no worker has moved, as far as the calls of this method saw; 0 where the
+        system does not tell."""
         if sys.platform != "linux":
-            return None
+            return 0.0
         now = time.monotonic()
-        if self._stopped.among(worker.process.pid for worker in self._workers):
-            return "a worker does not go on"
         seen = [
             (worker.moves, *stat_of(worker.process.pid)[_USER : _SYSTEM + 1])
             for worker in self._workers
         ]
         if seen != self._seen:
             self._seen, self._since = seen, now
-        return f"no worker has moved for {stall:g} s" if now - self._since > stall else None
+        return now - self._since

@@ -19,7 +19,7 @@ import torch
 from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.launch_options import WorkerOptions
 from piper.launch.messages.calling_group import CallingGroup, DeviceAnswers
-from piper.launch.workers.first_failure import CallAnswers
+from piper.launch.workers.first_failure import CallAnswers, StillWaiting
 from piper.launch.workers.local_workers import LocalWorkers
 
 
@@ -55,7 +55,7 @@ class ProcessWorkerGroup(CallingGroup):
         # one by one: the first worker can begin while the next one's part is cut
         self._last = self.workers.call((device, message(device)) for device in self.devices)
         answers = self._last.within(math.inf)
-        assert answers is not None
+        assert not isinstance(answers, StillWaiting)
         return answers
 
     def keep_idle(self) -> None:
