@@ -105,6 +105,8 @@ CASES = {
     "stages of experts, counted, clipped, scheduled": 4,
     "replicas, ZeRO-3": 2,
     "two ways of pairs": 4,
+    "stages of tensor parallelism": 4,
+    "replicas of context parallelism, ZeRO-1": 2,
 }
 """The number of machines for each case."""
 

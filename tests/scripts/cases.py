@@ -18,8 +18,11 @@ from torch import Tensor, nn
 
 import piper
 from piper import annotate, partition, place, replicate, shard, split
+from piper.models import DenseConfig, DenseTransformer
+from piper.strategies import mesh
 from piper.strategies.directives import Directive
 from tests.scripts.faulty import Act, act
+from tests.tensor import DENSE
 from tests.training import compile_shared, data_parallel, one_f_one_b, pipeline, zero_bubble
 
 ROWS, SEQ, DIM, VOCAB = 24, 4, 13, 431
@@ -77,6 +80,9 @@ adamw = functools.partial(torch.optim.AdamW, lr=0.01)
 halving = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
 ASKING: Model = functools.partial(Net, asks=True)
 TIED: Model = functools.partial(Net, tied=True, dropout=0.2)
+DECODER: Model = functools.partial(
+    DenseTransformer, DenseConfig(vocab=VOCAB, dim=16, layers=2, heads=4, mlp_dim=24, max_seq=SEQ)
+)
 TIED_ASKING: Model = functools.partial(TIED, asks=True)
 
 
@@ -216,5 +222,11 @@ ON_FOUR: dict[str, Case] = {
     "a device of two groups": Case([*pipeline([[0, 1], [2], [3, 0]], 4), replicate({}, zero=3)]),
     "groups within a group": Case(
         [*pipeline([[0, 1, 2, 3], [1], [2, 3]], 2), replicate({}, zero=1)]
+    ),
+    "stages of tensor parallelism": Case(
+        mesh(pp=2, tp=2, microbatches=4, schedule="1f1b", parameters=DENSE).directives, DECODER
+    ),
+    "replicas of context parallelism, ZeRO-1": Case(
+        mesh(dp=2, cp=2, zero=1, microbatches=2, attention="all_gather").directives, DECODER
     ),
 }
