@@ -10,8 +10,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,38 @@ def test_a_restarted_command_continues(tmp_path: Path) -> None:
     assert len(found) > len(expected)  # some steps were repeated
     assert all(expected[step] == loss for step, loss in found)
     assert found[-1][0] == 8
+
+
+@pytest.mark.thorough
+def test_ranks_end_with_torchrun(tmp_path: Path) -> None:
+    """torchrun is killed, and started again."""
+
+    def ranks() -> list[Path]:
+        given = str(tmp_path).encode()
+        return [p for p in Path("/proc").glob("[0-9]*/cmdline") if given in read(p)]
+
+    with torchrun(4, "resumed.py", tmp_path, "torchrun", 10**6) as run:
+        deadline = time.monotonic() + LIMIT
+        while len(seen(tmp_path)) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        run.kill()
+        run.communicate()
+        while ranks():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    steps = max(seen(tmp_path)) + 3
+    with piper.launch(resumed.compiled(4)) as trainer:
+        losses = trainer.iterate(resumed.batch, steps=steps, progress=False)
+        expected = {i: float(one.loss).hex() for i, one in enumerate(losses, start=1)}
+    with torchrun(4, "resumed.py", tmp_path, "torchrun", steps) as run:
+        _, errors = run.communicate(timeout=LIMIT)
+    assert run.returncode == 0, errors
+    assert all(seen(tmp_path, rank) == expected for rank in range(4))
+
+
+def read(path: Path) -> bytes:
+    """The content of a file, or nothing if it is gone."""
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from piper.ir.grouped import grouped
 from piper.launch.status.seen import Place, SeenInstruction, SeenWorker
-from piper.launch.watch.stopped import is_stopped
+from piper.launch.status.stopped import is_stopped
 from piper.runtime.counters import NOWHERE
 
 

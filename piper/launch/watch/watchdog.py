@@ -29,7 +29,7 @@ class Watchdog:
         self._number = number
         self._heartbeat = Heartbeat(store, members, number, timeout)
         self._signal = Signal()
-        self._monitor = Monitor(self._heartbeat.problem, _end_process)
+        self._monitor = Monitor(self._heartbeat.problem, end_process)
 
     def look_at(self, device: LoadedDevice) -> None:
         """Watch ``device``, the device of this process."""
@@ -64,7 +64,7 @@ class Watchdog:
         self._monitor.close()
         text = "".join(traceback.format_exception(error))
         last = threading.Timer(
-            _ABORT, _end_process, [f"its communicators did not end after:\n{text}"]
+            _ABORT, end_process, [f"its communicators did not end after:\n{text}"]
         )
         last.daemon = True
         last.start()
@@ -100,7 +100,7 @@ class _Handed:
         return self._signal.reached >= end and (reports is None or reports())
 
 
-def _end_process(problem: str) -> None:
+def end_process(problem: str) -> None:
     """End at once: the main thread may be stuck in the driver, where no exception reaches it."""
     sys.stderr.write(f"piper: {problem}\n")
     sys.stderr.flush()

@@ -16,7 +16,7 @@ import cloudpickle
 
 from piper.base.errors import CapacityError, PiperError, WorkerError
 from piper.launch.messages.calls import Failure, receive
-from piper.launch.watch.stopped import is_stopped
+from piper.launch.status.stopped import is_stopped
 from piper.launch.workers.moves import Moves
 from piper.launch.workers.worker_process import GRACE, WorkerProcess
 

@@ -23,7 +23,7 @@ import torch
 from piper.base.errors import WorkerError
 from piper.launch.launch_options import WorkerOptions
 from piper.launch.messages.calls import StoreAddress, WorkerTask, dumped
-from piper.launch.watch.stopped import is_stopped
+from piper.launch.status.stopped import is_stopped
 from piper.launch.workers.first_failure import CallAnswers
 from piper.launch.workers.fork_server import ForkServer
 from piper.launch.workers.process_links import refuse_too_few_gpus

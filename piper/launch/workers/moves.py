@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from piper.launch.watch.stopped import Stopped, stat_of
+from piper.launch.status.stopped import Stopped, stat_of
 from piper.launch.workers.worker_process import WorkerProcess
 
 _USER, _SYSTEM = 11, 12
