@@ -125,7 +125,7 @@ def test_the_version_is_printed() -> None:
 def test_a_shell_can_complete() -> None:
     asked = {"_PIPER_COMPLETE": "complete_bash", "COMP_WORDS": "piper s", "COMP_CWORD": "1"}
     found = CliRunner().invoke(app, [], prog_name="piper", env=asked).output
-    assert found.split() == ["show", "simulate"]
+    assert found.split() == ["show", "simulate", "status"]
     asked = {
         "_PIPER_COMPLETE": "complete_bash",
         "COMP_WORDS": "piper train --on ",
