@@ -22,7 +22,7 @@ from piper.launch.status.waiting import holding_up, states_of
 from piper.runtime.counters import NOWHERE
 from tests.scripts.cases import ON_TWO, batches
 from tests.scripts.fault_at import Fault, chosen
-from tests.scripts.leftovers import children
+from tests.scripts.leftovers import grandchildren
 
 
 def worker(device: int, pc: int, awaited: int = NOWHERE, steps: int = 0) -> SeenWorker:
@@ -64,7 +64,7 @@ def told(*options: str) -> str:
 
 def mine() -> dict[str, Any]:
     """The job of this process: others may run on this machine."""
-    own = children()
+    own = grandchildren()
     jobs = json.loads(told("--json"))["jobs"]
     (job,) = [job for job in jobs if {worker["process"] for worker in job["workers"]} <= own]
     return dict(job)
