@@ -17,7 +17,7 @@ from rich.table import Table
 from piper.base.units import bytes_text, waiting_text
 from piper.cli.options import AsJson
 from piper.cli.output import Output
-from piper.launch.status.seen import Place, SeenWorker, seen_workers
+from piper.launch.status.seen import Number, SeenWorker, seen_workers
 from piper.launch.status.waiting import WorkerState, holding_up, jobs_of, states_of
 
 _WIDE = 160
@@ -96,7 +96,7 @@ def _job(states: list[WorkerState]) -> list[Table | str]:
             waiting_text(_since(worker)),
             escape(_where(state)),
             escape(_awaited(state)),
-            bytes_text(worker.header[Place.MEMORY]),
+            bytes_text(worker.header[Number.MEMORY]),
         )
     held = [
         escape(f"the others wait for device {x.worker.device}, {_where(x)}")
@@ -107,12 +107,12 @@ def _job(states: list[WorkerState]) -> list[Table | str]:
 
 def _step(worker: SeenWorker) -> int:
     """The step that it makes, or the last one that it made."""
-    return worker.header[Place.STEPS] + (worker.at is not None)
+    return worker.header[Number.STEPS] + (worker.at is not None)
 
 
 def _since(worker: SeenWorker) -> float:
     """Seconds since its last step ended."""
-    return max(0.0, time.monotonic() - worker.header[Place.ENDED] / 1e9)
+    return max(0.0, time.monotonic() - worker.header[Number.ENDED] / 1e9)
 
 
 def _where(state: WorkerState) -> str:
@@ -147,7 +147,7 @@ def _json(states: list[WorkerState]) -> dict[str, Any]:
                 "awaited": None if state.worker.awaited is None else state.worker.awaited.name,
                 "waits_for": list(state.waits_for),
                 "stopped": state.stopped,
-                "peak_memory_bytes": state.worker.header[Place.MEMORY],
+                "peak_memory_bytes": state.worker.header[Number.MEMORY],
             }
             for state in states
         ],

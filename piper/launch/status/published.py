@@ -15,7 +15,7 @@ from typing import Any
 from piper.ir.plan.instructions import COMMUNICATING, Instruction
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.loaded_device import memory_of
-from piper.launch.status.seen import HEADER, NAMELESS, Place
+from piper.launch.status.seen import HEADER, NAMELESS, Number
 from piper.launch.watch.faults import peers_of
 from piper.runtime.counters import AWAITED, NOWHERE, PC
 
@@ -58,13 +58,13 @@ class Published:
             self._known = loaded, len(loaded.plans)
             self._describe(device, job)
             loaded.executor.at = self._at
-        made = device.state.steps - self._at[Place.STEPS]
+        made = device.state.steps - self._at[Number.STEPS]
         if made:
             now = time.monotonic_ns()
-            self._at[Place.TOOK] = (now - self._at[Place.ENDED]) // max(made, 1)
-            self._at[Place.ENDED] = now
-            self._at[Place.STEPS] += made
-        self._at[Place.MEMORY] = memory_of(device.state.where)
+            self._at[Number.TOOK] = (now - self._at[Number.ENDED]) // max(made, 1)
+            self._at[Number.ENDED] = now
+            self._at[Number.STEPS] += made
+        self._at[Number.MEMORY] = memory_of(device.state.where)
 
     def _describe(self, device: WorkerDevice, job: str) -> None:
         """Write the instructions of the device's plans."""
@@ -77,10 +77,10 @@ class Published:
             "plans": [[_row(x, number) for x in p.instructions] for p in device.loaded.plans],
         }
         content = json.dumps(facts).encode()
-        self._at[Place.LENGTH] = 0
+        self._at[Number.LENGTH] = 0
         os.pwrite(self._file, content, HEADER.size)
-        self._at[Place.LENGTH] = len(content)
-        self._at[Place.ENDED] = time.monotonic_ns()
+        self._at[Number.LENGTH] = len(content)
+        self._at[Number.ENDED] = time.monotonic_ns()
 
 
 def _row(x: Instruction, device: int) -> list[Any]:

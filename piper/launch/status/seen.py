@@ -21,7 +21,7 @@ HEADER = struct.Struct("8q")
 _FILES = re.compile(rf"/piper-[^/]+/at\.\d+$|^/memfd:{NAMELESS} ")
 
 
-class Place(IntEnum):
+class Number(IntEnum):
     """The numbers in the header after those of the program counter."""
 
     STEPS = 3
@@ -82,7 +82,7 @@ class SeenWorker:
 
     @property
     def tokens_per_second(self) -> float:
-        took = self.header[Place.TOOK]
+        took = self.header[Number.TOOK]
         return self.tokens * 1e9 / took if took else 0.0
 
 
@@ -91,7 +91,7 @@ def seen_in(content: bytes, pid: int = 0) -> SeenWorker | None:
     if len(content) < HEADER.size:
         return None
     header = HEADER.unpack_from(content)
-    length = header[Place.LENGTH]
+    length = header[Number.LENGTH]
     if not length or len(content) < HEADER.size + length:
         return None
     facts = json.loads(content[HEADER.size : HEADER.size + length])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from piper.ir.grouped import grouped
-from piper.launch.status.seen import Place, SeenInstruction, SeenWorker
+from piper.launch.status.seen import Number, SeenInstruction, SeenWorker
 from piper.launch.status.stopped import is_stopped
 from piper.runtime.counters import NOWHERE
 
@@ -52,7 +52,7 @@ def _before(peer: SeenWorker | None, awaited: SeenInstruction, waiting: SeenWork
     """Whether ``peer`` has not come to its part of a communication."""
     if peer is None:
         return True
-    ahead = peer.header[Place.STEPS] - waiting.header[Place.STEPS]
+    ahead = peer.header[Number.STEPS] - waiting.header[Number.STEPS]
     if ahead or peer.pc == NOWHERE:
         return ahead <= 0
     nodes = [x.node for x in peer.plan]
