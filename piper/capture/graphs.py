@@ -1,5 +1,5 @@
 """Queries on FX graphs (views, ancestors, workspace, FLOPs), ``extract``, which takes a part of a
-graph out as a function, and ``module_of``. No graph is changed."""
+graph out as a function, ``module_of``, and ``called``, which adds an operation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
@@ -120,6 +121,35 @@ def extract(
 def module_of(graph: fx.Graph) -> fx.GraphModule:
     """``graph`` as a module. Its code is generated when it is first called: most are never."""
     return _LazyGraphModule(torch.nn.Module(), graph)
+
+
+def named_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """``module`` with its new tensors on ``device``, which may differ from the one it was traced
+    on."""
+    if all(node.kwargs.get("device", device) == device for node in module.graph.nodes):
+        return module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": device}
+    return module_of(graph)
+
+
+def called(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new operation of ``graph``, with its fake result, in the place of ``like`` in the model."""
+    made = graph.call_function(target, args, kwargs)
+    near = (x.meta["val"] for x in (like, *like.all_input_nodes, *made.all_input_nodes))
+    mode = next(x.fake_mode for x in near if isinstance(x, FakeTensor))
+    made.meta = {**like.meta, "val": fake_result(made, mode)}
+    return made
+
+
+def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """What an operation makes of the fake values of its arguments."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    with mode, torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _missing(node: fx.Node, done: Collection[fx.Node]) -> list[fx.Node]:

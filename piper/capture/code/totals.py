@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from piper.capture.code.chunk_program import ChunkProgram
-from piper.capture.graphs import module_of
+from piper.capture.graphs import named_device
 from piper.ir.passes import Pass
 
 
@@ -47,7 +46,7 @@ class Totals:
     def part(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The terms of one part."""
         function = self.program.functions[Pass.F]
-        module = _on(function.module, tensors[0].device)
+        module = named_device(function.module, tensors[0].device)
         with torch.no_grad():
             return [
                 x.to(torch.float64) for x in module(*(tensors[r.index] for r in function.arguments))
@@ -75,16 +74,3 @@ def _rows(batch: Sequence[Tensor], rows: int, start: int, size: int) -> list[Ten
 def _for_all(x: Tensor) -> Tensor:
     """``x`` in a shape with no dimension that could be taken for the rows of the batch."""
     return x.unsqueeze(0) if x.dim() else x
-
-
-def _on(module: fx.GraphModule, device: torch.device) -> Any:
-    """``module`` for tensors on ``device``, which may differ from the one it was traced on."""
-    made = [node for node in module.graph.nodes if "device" in node.kwargs]
-    if all(node.kwargs["device"] == device for node in made):
-        return module
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.nodes:
-        if "device" in node.kwargs:
-            node.kwargs = {**node.kwargs, "device": device}
-    return module_of(graph)

@@ -100,7 +100,7 @@ class PartRules(Rules):
         sizes = {x.meta["val"].shape for x in values}
         if others or len(sizes) > 1 or not isinstance(made, SHARDED):
             return None
-        along = dim_of(node, 1) == made.dim
+        along = dim_of(node) == made.dim
         return in_sections(made.dim, len(values) * sections(made)) if along else None
 
     def _ask(self, node: fx.Node, given: InputPlacements) -> Placements | None:

@@ -8,12 +8,10 @@ masked half.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
-from piper.capture.graphs import is_random
+from piper.capture.graphs import ancestors, extract, is_random, named_device
 
 aten = torch.ops.aten
 _LIBRARY = "transformers."
@@ -87,24 +85,8 @@ def _is_causal(mask: fx.Node) -> bool:
 
 def _evaluate(target: fx.Node) -> Tensor | None:
     """The value of a node that depends on no placeholder, computed on the CPU; else None."""
-    order: list[fx.Node] = []
-    seen: set[fx.Node] = set()
-    pending = [target]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        if node.op != "call_function" or is_random(node):
-            return None
-        seen.add(node)
-        order.append(node)
-        pending.extend(node.all_input_nodes)
-    values: dict[fx.Node, Any] = {}
-    position = {node: i for i, node in enumerate(target.graph.nodes)}
-    for node in sorted(order, key=position.__getitem__):
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    result = values[target]
+    if any(x.op != "call_function" or is_random(x) for x in ancestors([target], ())):
+        return None
+    module = named_device(extract(target.graph, [], [target]), torch.device("cpu"))
+    (result,) = module()
     return result if isinstance(result, Tensor) else None

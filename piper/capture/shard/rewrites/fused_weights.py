@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from piper.capture.graphs import arguments
 from piper.capture.shard.placements import ShardedSections
 from piper.capture.shard.rewrites.table import Form, Share, rewrite
 from piper.capture.shard.rewrites.views import VIEWS
@@ -33,7 +34,7 @@ def split(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form
     """The sections, each in its shards."""
     (source,) = node.all_input_nodes
     packed = placed[source]
-    if not isinstance(packed, ShardedSections) or dim_of(node, 2) != packed.dim:
+    if not isinstance(packed, ShardedSections) or dim_of(node) != packed.dim:
         return None
     if tuple(int(x.shape[packed.dim]) for x in node.meta["val"]) != packed.sections:
         return None
@@ -50,7 +51,7 @@ def sliced(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> For
     """One of the sections."""
     (source,) = node.all_input_nodes
     packed = placed[source]
-    if not isinstance(packed, ShardedSections) or dim_of(node, 1) != packed.dim:
+    if not isinstance(packed, ShardedSections) or dim_of(node) != packed.dim:
         return None
     edges = [0, *itertools.accumulate(packed.sections)]
     taken = bounds(node, edges[-1])
@@ -86,10 +87,10 @@ def _split(node: fx.Node, dim: int, size: int) -> tuple[int, ...]:
     """The sizes into which the readers of a node split it along ``dim``."""
     edges: set[tuple[int, int]] = set()
     for user in node.users:
-        if user.target in SPLITS and dim_of(user, 2) == dim:
+        if user.target in SPLITS and dim_of(user) == dim:
             sizes = tuple(int(x.shape[dim]) for x in user.meta["val"])
             return sizes if len(sizes) > 1 else ()
-        if user.target is aten.slice.Tensor and dim_of(user, 1) == dim:
+        if user.target is aten.slice.Tensor and dim_of(user) == dim:
             edges.add(bounds(user, size))
     ordered = sorted(edges)
     tiles = all(a[1] == b[0] for a, b in itertools.pairwise(ordered))
@@ -135,18 +136,14 @@ def _viewed(shape: Sequence[int], other: Sequence[int], dim: int) -> int | None:
 
 def bounds(node: fx.Node, size: int) -> tuple[int, int]:
     """The start and the end of a slice."""
-    start, stop, *_ = (*node.args[2:4], None, None)
-    assert start is None or isinstance(start, int)
-    assert stop is None or isinstance(stop, int)
-    begin, end, _ = slice(start, stop).indices(size)
+    it = arguments(node)
+    begin, end, _ = slice(it["start"], it["end"]).indices(size)
     return begin, end
 
 
-def dim_of(node: fx.Node, position: int) -> int:
-    """The ``dim`` of an operation on one tensor; 0 if this argument is left out."""
-    given: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
-    (source, *_) = node.all_input_nodes
-    return int(given) % max(1, len(source.meta["val"].shape))
+def dim_of(node: fx.Node) -> int:
+    """The ``dim`` of an operation on tensors of one rank."""
+    return int(arguments(node)["dim"]) % max(1, len(node.all_input_nodes[0].meta["val"].shape))
 
 
 def _integers(given: Any) -> list[int]:

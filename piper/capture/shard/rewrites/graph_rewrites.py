@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
-from piper.capture.graphs import arguments
+from piper.capture.graphs import arguments, called
 from piper.capture.operators.head_tail_attention import HEAD_TAIL
-from piper.capture.shard.rewrites.attention_dropout import ATTENTION, Builder, drops, in_products
+from piper.capture.shard.rewrites.attention_dropout import ATTENTION, drops, in_products
 from piper.capture.shard.rewrites.key_heads import Wider, wider_heads
 from piper.capture.shard.shard_axis import ShardAxis
 
@@ -114,9 +114,8 @@ def _bias_apart(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> f
     target, taken, bias = aten.linear.default, args[:2], args[-1]
     if node.target is aten.addmm.default:
         target, taken, bias = aten.mm.default, args[1:], args[0]
-    build = Builder(copy, node)
-    product = build.call(target, *(new[x] for x in taken))
-    return build.call(aten.add.Tensor, product, new[bias])
+    product = called(copy, node, target, *(new[x] for x in taken))
+    return called(copy, node, aten.add.Tensor, product, new[bias])
 
 
 def _wider(graph: fx.Graph, placed: dict[fx.Node, Any], axis: ShardAxis) -> dict[fx.Node, Wider]:
@@ -149,10 +148,10 @@ def _repeated_heads(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) 
     it = arguments(node)
     times = _value(it["query"]).shape[-3] // _value(it["key"]).shape[-3]
     repeat = aten.repeat_interleave.self_int
-    taken = {x: Builder(copy, x).call(repeat, new[x], times, -3) for x in (it["key"], it["value"])}
+    taken = {x: called(copy, x, repeat, new[x], times, -3) for x in (it["key"], it["value"])}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: taken.get(x) or new[x])
     kwargs = {name: x for name, x in kwargs.items() if name != "enable_gqa"}
-    return Builder(copy, node).call(node.target, *args, **kwargs)
+    return called(copy, node, node.target, *args, **kwargs)
 
 
 def _value(x: Any) -> Tensor:

@@ -19,10 +19,9 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
 from piper.capture.experts.part_rules import Mixed, UnknownOperation, part_rules
-from piper.capture.graphs import is_random
+from piper.capture.graphs import called, is_random
 from piper.capture.shard.placements import REPLICATED, Placements
 from piper.capture.shard.rewrites.attention import repeated_heads
-from piper.capture.shard.rewrites.attention_dropout import Builder
 from piper.capture.shard.rewrites.resizing import resized
 
 aten = torch.ops.aten
@@ -43,7 +42,7 @@ class Wider:
     def again(self, copy: fx.Graph, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """``node`` with repeated heads, in ``copy``."""
         repeated = {
-            x: Builder(copy, x).call(repeated_heads, new[x], self.heads, self.times)
+            x: called(copy, x, repeated_heads, new[x], self.heads, self.times)
             for x in node.all_input_nodes
             if x in self.parameters
         }
@@ -52,7 +51,7 @@ class Wider:
         shape = list(node.meta["val"].shape)
         shape[self.dim] *= self.times
         target, args, kwargs = resized(node.target, args, kwargs, shape)
-        return Builder(copy, node).call(target, *args, **kwargs)
+        return called(copy, node, target, *args, **kwargs)
 
 
 def wider_heads(
