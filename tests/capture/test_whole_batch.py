@@ -163,7 +163,19 @@ def of_columns(output: Tensor, y: Tensor) -> Tensor:
     return output.square().mean(0).sum()
 
 
-@pytest.mark.parametrize("loss", [summed, halved, of_two, by_rows, of_columns])
+def beside_a_mean(output: Tensor, y: Tensor) -> Tensor:
+    return masked(output, y) + 0.1 * output.abs().sum()
+
+
+def by_a_mean(output: Tensor, y: Tensor) -> Tensor:
+    """Sums over rows that stay sums beside what the whole batch determines."""
+    mask = (y != -100).double()
+    return output.square().sum() * mask.mean() + output.sum() / mask.sum().sqrt()
+
+
+@pytest.mark.parametrize(
+    "loss", [summed, halved, of_two, by_rows, of_columns, beside_a_mean, by_a_mean]
+)
 def test_sums_over_rows_are_those_of_the_whole_batch(loss: Callable[..., Tensor]) -> None:
     x, y = batch()
     captured = piper.capture(model(), inputs=(x,), targets=(y,), loss=loss, optimizer=sgd)

@@ -12,74 +12,61 @@ multiple of the number of rows is a mean.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 import torch
 from torch import fx
 
-from piper.capture.experts.part_rules import PartRules
-from piper.capture.loss.row_mixing import RowKind, RowState, RowWalk
-from piper.capture.repeats.folds import Fold
+from piper.capture.graphs import ancestors
+from piper.capture.loss import reductions as op
+from piper.capture.loss.row_mixing import RowKind
+from piper.capture.loss.whole_means import WholeMeans
 
 aten = torch.ops.aten
-_CASTS = (
-    aten.to, aten._to_copy, aten.clone, aten.alias, aten.view, aten.reshape, aten.squeeze,
-    aten.unsqueeze, aten.neg, aten.contiguous,
-)  # fmt: skip
-_ADDITIONS = (aten.add, aten.sub)
-_PRODUCTS = (aten.mul, aten.div, aten.true_divide)
 _Use = tuple[fx.Node, fx.Node]
 """A reader, and the sum that it reads."""
 
 
 def take_whole_sums(
-    graph: fx.Graph,
-    inputs: Collection[fx.Node],
-    rows: Collection[fx.Node],
-    loss: fx.Node,
-    parts: int,
-    rules: PartRules,
-    folds: Collection[Fold],
+    graph: fx.Graph, loss: fx.Node, means: WholeMeans, parts: int, size: int
 ) -> None:
     """Multiply by ``parts`` each sum over rows that ``loss`` is linear in. ``graph`` is a step on
-    one of ``parts`` equal parts of a batch; dimension 0 of the inputs in ``rows`` is the batch;
-    ``rules`` are those of its rows, ``folds`` those of the graph."""
-    if parts == 1 or not rows:
-        return
-    size = next(iter(rows)).meta["val"].shape[0]
-    states = RowWalk(graph, inputs, rows, loss, rules, folds).states
-    for reader, summed in _uses(graph.output_node(), loss, states, size) or ():
+    one of ``parts`` equal parts of a batch, of ``size`` rows; ``means`` has rewritten its means."""
+    for reader, summed in _uses(graph.output_node(), loss, means, size) or ():
         with graph.inserting_after(summed):
             whole = graph.call_function(aten.mul.Tensor, (summed, float(parts)))
         whole.meta = dict(summed.meta)
         reader.replace_input_with(summed, whole)
 
 
-def _uses(
-    reader: fx.Node, node: fx.Node, states: Mapping[fx.Node, RowState], size: int
-) -> list[_Use] | None:
+def _uses(reader: fx.Node, node: fx.Node, means: WholeMeans, size: int) -> list[_Use] | None:
     """The sums over rows that ``node`` is linear in, with their readers; None if unknown."""
-    state = states[node]
+    state = means.walk.states[node]
     if state.kind is RowKind.FIXED or state.summed is False:
         return []
     if state.summed:
-        return [(reader, node)]
+        powers = {means.counted[x] for x in ancestors([node], ()) if x in means.counted}
+        if not powers:
+            return [(reader, node)]
+        return [] if powers == {1} and means.all_counted(node) else None
     if state.kind is not RowKind.REDUCED:
         return None
-    packet = getattr(node.target, "overloadpacket", None)
     first, second = (*node.args, None, None)[:2]
-    if packet in _CASTS and isinstance(first, fx.Node):
-        return _uses(node, first, states, size)
-    if packet in _ADDITIONS:
-        terms = [x for x in (first, second) if isinstance(x, fx.Node)]
-        uses = [_uses(node, x, states, size) for x in terms]
+    if op.packet_of(node) in op.CASTS and isinstance(first, fx.Node):
+        return _uses(node, first, means, size)
+    if op.packet_of(node) in op.ADDITIONS:
+        uses = [_uses(node, x, means, size) for x in (first, second) if isinstance(x, fx.Node)]
         known = [row for row in uses if row is not None]
         return [use for row in known for use in row] if len(known) == len(uses) else None
-    if packet in _PRODUCTS:
-        value, by = (second, first) if isinstance(second, fx.Node) else (first, second)
-        if not isinstance(value, fx.Node) or not isinstance(by, int | float):
+    if node.target not in (*op.PRODUCTS, *op.QUOTIENTS):
+        return None
+    value, by = (first, second) if means.walk.varies(first) else (second, first)
+    if not isinstance(value, fx.Node) or (node.target in op.QUOTIENTS and value is not first):
+        return None
+    power = means.counted.get(node, 0)
+    if node not in means.counted:
+        if not isinstance(by, int | float):
             return None
         if by % size == 0 and by:  # a number of rows or elements
-            return None if packet is aten.mul else []
-        return _uses(node, value, states, size) if value is first or packet is aten.mul else None
-    return None
+            power = 1 if node.target in op.QUOTIENTS else -1
+    if power:
+        return [] if power == 1 else None
+    return _uses(node, value, means, size)
