@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent / "piper"
 KNOWN = frozenset(
     (
         "torch._C.DisableTorchFunction",
+        "torch._C._check_schema_allow_fake_script_object",
         "torch._C._dispatch_has_kernel",
         "torch._C._distributed_c10d",
         "torch._C._get_mkldnn_enabled",

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from types import NoneType
 from typing import Any
 
 import torch
@@ -71,68 +70,25 @@ def _registered(qualified: str) -> bool:
 
 
 def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that do not fit the operator's schema."""
-    wanted = _parameters(operator)
-    named = {name: (fits, kind) for name, fits, kind, *_ in wanted}
-    places = [name for name, *_, keyword, _ in wanted if not keyword]
-    if len(args) > len(places):
-        raise MalformedError(f"{operator} takes {len(places)} arguments by place, not {len(args)}")
-    given = dict(zip(places, args, strict=False))
-    for name, item in kwargs.items():
-        if name not in named:
-            raise MalformedError(f"{operator} has no argument {shown(name)}")
-        if name in given:
-            raise MalformedError(f"{operator} is given {name} twice")
-        given[name] = item
-    for name, item in given.items():
-        fits, kind = named[name]
-        if not fits(item):
-            raise MalformedError(
-                f"the argument {name} of {operator} is {shown(item)}, not a {kind}"
-            )
-    for name, *_, required in wanted:
-        if required and name not in given:
-            raise MalformedError(f"{operator} lacks the argument {name}")
+    """Refuse arguments that do not fit the operator's schema. Nodes stand for tensors, into which
+    torch also turns numbers."""
+    wanted = operator._schema.arguments
+    tensors = [isinstance(x.type, torch.TensorType) for x in wanted]
+    names = {x.name for x, tensor in zip(wanted, tensors, strict=True) if tensor}
+    kinds = [*tensors, *(False for _ in args)]
+    given = [_sample(x, tensor) for x, tensor in zip(args, kinds, strict=False)]
+    named = {name: _sample(x, name in names) for name, x in kwargs.items()}
+    try:
+        torch._C._check_schema_allow_fake_script_object(operator._schema, *given, **named)
+    except RuntimeError as error:
+        raise MalformedError(f"{operator}: {str(error).splitlines()[0]}") from None
 
 
-Fits = Callable[[Any], bool]
+def _sample(item: Any, tensor: bool) -> Any:
+    """``item`` with a tensor for each node, and for a number where a tensor is wanted."""
+    if tensor and isinstance(item, int | float | complex):
+        return _TENSOR
+    return fx.node.map_arg(item, lambda _: _TENSOR)
 
 
-@cache
-def _parameters(operator: OpOverload) -> tuple[tuple[str, Fits, str, bool, bool], ...]:
-    """Each argument's name, type check, type, and whether it is keyword-only and required."""
-    return tuple(
-        (a.name, _fits(a.real_type), str(a.real_type), a.kwarg_only, not a.has_default_value())
-        for a in operator._schema.arguments
-    )
-
-
-def _fits(kind: Any) -> Fits:
-    name = kind.kind()
-    if name == "OptionalType":
-        inner = _fits(kind.getElementType())
-        return lambda item: item is None or inner(item)
-    if name == "ListType":
-        inner = _fits(kind.getElementType())
-        return lambda item: isinstance(item, list | tuple) and all(map(inner, item))
-    types = _TYPES.get(name, ())
-    return lambda item: isinstance(item, types)
-
-
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    # Torch turns numbers into tensors, and None into an undefined one: a missing attention bias.
-    "TensorType": (fx.Node, bool, int, float, complex, NoneType),
-    "IntType": (int, fx.Node),
-    "SymIntType": (int, fx.Node),
-    "FloatType": (int, float, fx.Node),
-    "BoolType": (bool, fx.Node),
-    "SymBoolType": (bool, fx.Node),
-    "NumberType": (bool, int, float, complex, fx.Node),
-    "StringType": (str,),
-    "DeviceObjType": (torch.device,),
-    "ScalarTypeType": (torch.dtype,),
-    "LayoutType": (torch.layout,),
-    "MemoryFormatType": (torch.memory_format,),
-}
-"""The Python types that fit each schema type. Generators, storages and class objects fit none: a
-program has none."""
+_TENSOR = torch.empty((), device="meta")
