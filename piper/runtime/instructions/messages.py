@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper.base.errors import CapacityError
 from piper.ir.ops import Collective, Transfer
-from piper.ir.overlaps import most_overlaps, received_by, scattered, sent_by
+from piper.ir.overlaps import Overlap, most_overlaps, received_by, scattered, sent_by
 from piper.ir.plan.instructions import Instruction
 from piper.runtime.comm.protocol import Begin
 from piper.runtime.context import ExecutionContext
@@ -30,27 +30,24 @@ from piper.runtime.pending import BoundInstruction, Pending
 
 
 def send(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
-    if op.counts is not None:
-        return _send_counts(context, x, op, op.counts)
-    slots, name, dim = context.slots, x.name, op.dim
+    """Sends each receiver its part of a value; or, of sorted rows, the number of rows per expert in
+    its range."""
+    slots, name, dim, rows = context.slots, x.name, op.dim, op.counts
     (slot,) = x.reads
+    rest = rows is not None and _runs(op) > 1
     messages = [
         (context.comm.send(x.node, x.stream, part.peer), part)
         for part in sent_by(op, context.device)
     ]
-    if len(messages) == 1 and messages[0][1].whole:
-        ((begin, _),) = messages
 
-        def whole() -> Pending:
-            data = slots[slot].contiguous()
-            return Pending(name, (begin(data),), keeps=(data,))
-
-        return whole
+    def cut() -> list[Tensor]:
+        if rows is not None:
+            return [counts_within(slots[slot], *p.within(rows), rest) for _, p in messages]
+        data = slots[slot] if dim else slots[slot].contiguous()
+        return [_part(data, p, dim).contiguous() for _, p in messages]
 
     def execute() -> Pending:
-        data = slots[slot] if dim else slots[slot].contiguous()
-        size = data.shape[dim]
-        parts = [data.narrow(dim, *part.within(size)).contiguous() for _, part in messages]
+        parts = cut()
         handles = [begin(part) for (begin, _), part in zip(messages, parts, strict=True)]
         return Pending(name, handles, keeps=parts)
 
@@ -58,22 +55,26 @@ def send(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstru
 
 
 def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
-    if op.counts is not None:
-        return _receive_counts(context, x, op)
+    """Receives the parts of a value; or the rows per expert for each sorted range of this device's
+    rows, one after another."""
     where, name, dim = context.where, x.name, op.dim
     store = context.store(x)
     (slot,) = x.writes
     spec = context.code.values[op.parts[1]][x.of]
+    runs = 0 if op.counts is None else _runs(op)
+    shape = spec.shape if runs < 2 else (runs, spec.shape[0] + 1)
     messages = [
         (context.comm.receive(x.node, x.stream, part.peer), part)
         for part in received_by(op, context.device)
     ]
-    size = spec.shape[dim] if spec.shape else 0
-    aside = scattered(op, sends=False)
+    aside = not runs and scattered(op, sends=False)
 
     def execute() -> Pending:
-        out = torch.empty(spec.shape, dtype=spec.dtype, device=where)
-        parts = [out if part.whole else out.narrow(dim, *part.within(size)) for _, part in messages]
+        out = torch.empty(shape, dtype=spec.dtype, device=where)
+        if runs:
+            parts = list(out.zero_().view(runs, -1)[: len(messages)])
+        else:
+            parts = [_part(out, part, dim) for _, part in messages]
         into = [part.new_empty(part.shape) for part in parts] if aside else parts
         handles = [begin(part) for (begin, _), part in zip(messages, into, strict=True)]
 
@@ -88,49 +89,12 @@ def receive(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundIns
     return execute
 
 
-def _send_counts(
-    context: ExecutionContext, x: Instruction, op: Transfer, rows: int
-) -> BoundInstruction:
-    """Sends each receiver the number of rows per expert in its range of the sorted rows."""
-    slots, name = context.slots, x.name
-    (slot,) = x.reads
-    rest = _runs(op) > 1
-    messages = [
-        (context.comm.send(x.node, x.stream, part.peer), *part.within(rows))
-        for part in sent_by(op, context.device)
-    ]
-
-    def execute() -> Pending:
-        parts = [counts_within(slots[slot], start, size, rest) for _, start, size in messages]
-        handles = [begin(part) for (begin, *_), part in zip(messages, parts, strict=True)]
-        return Pending(name, handles, keeps=parts)
-
-    return execute
-
-
-def _receive_counts(context: ExecutionContext, x: Instruction, op: Transfer) -> BoundInstruction:
-    """Receives the rows per expert for each sorted range of this device's rows, one after
-    another."""
-    where, name, store = context.where, x.name, context.store(x)
-    (slot,) = x.writes
-    spec, runs = context.code.values[op.parts[1]][x.of], _runs(op)
-    shape = spec.shape if runs == 1 else (runs, spec.shape[0] + 1)
-    begins = [
-        context.comm.receive(x.node, x.stream, part.peer)
-        for part in received_by(op, context.device)
-    ]
-
-    def execute() -> Pending:
-        out = torch.zeros(shape, dtype=spec.dtype, device=where)
-        handles = [
-            begin(row) for begin, row in zip(begins, out.view(runs, -1).unbind(), strict=False)
-        ]
-        return Pending(name, handles, lambda: store(context.arrange(slot, out)))
-
-    return execute
+def _part(x: Tensor, part: Overlap, dim: int) -> Tensor:
+    return x if part.whole else x.narrow(dim, *part.within(x.shape[dim]))
 
 
 def _runs(op: Transfer) -> int:
+    """The most sorted ranges that a device's own rows consist of."""
     source, target = op.parts
     return most_overlaps(target, source)
 
