@@ -12,7 +12,6 @@ from piper.cost.rough_costs import Costs
 from piper.cost.tasks import CostModel, Durations, Fallback, Tasks
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Model
-from piper.ir.dag.node_kinds import NodeKinds
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.verify_dag import verify
 from piper.ir.ops import Group
@@ -57,7 +56,6 @@ class Settings:
 
 
 class _Run(NamedTuple):
-    kinds: NodeKinds
     classes: RankClasses
     order: IssueOrder
     sizes: Sizes
@@ -108,8 +106,8 @@ def _gathering(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Low
 
 
 def _planned(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lowered:
-    kinds, classes, order, sizes = _run(dag, models, settings)
-    plans = plans_of(dag, kinds, classes, order, sizes, settings.optimizer, gpu=settings.gpu)
+    classes, order, sizes = _run(dag, models, settings)
+    plans = plans_of(dag, classes, order, sizes, settings.optimizer, gpu=settings.gpu)
     verify_plans(dag, classes, plans)
     memory = tuple(memory_of(dag, plan, sizes, settings.optimizer) for plan in plans)
     return Lowered(dag, classes, order, plans, memory)
@@ -131,8 +129,7 @@ def _shared_groups(dag: Dag) -> Dag:
 
 def _run(dag: Dag, models: Mapping[int, Model], settings: Settings) -> _Run:
     """Schedules ``dag`` in simulated time. Default costs replace those unknown to the settings."""
-    sizes, kinds = Sizes(dag, models), NodeKinds(dag)
-    classes = rank_classes(dag)
+    sizes, classes = Sizes(dag, models), rank_classes(dag)
     tasks = Tasks(dag, sizes, fused=settings.fused, optimizer=settings.optimizer.state)
-    order = schedule(dag, kinds, classes, Durations(tasks, Fallback(settings.costs, Costs())).of)
-    return _Run(kinds, classes, order, sizes)
+    order = schedule(dag, classes, Durations(tasks, Fallback(settings.costs, Costs())).of)
+    return _Run(classes, order, sizes)

@@ -9,10 +9,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+
 from piper.ir.collectives import COLLECTIVES
 from piper.ir.dag.dag import Dag, devices_text
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Collective, Transfer
+from piper.ir.plan.columns import Columns
 from piper.ir.plan.instructions import Verb
 from piper.ir.plan.plan import Plan
 
@@ -55,26 +58,31 @@ class Traffic:
         return f"{sender} {self.nbytes:,} bytes: {', '.join(parts)}"
 
 
+_SENDING = frozenset((Verb.SEND, Verb.COLLECTIVE))
+
+
 def traffic_of(dag: Dag, plan: Plan, sizes: Sizes) -> Traffic:
     """The traffic of each device of ``plan``."""
     counts: defaultdict[tuple[str, str], int] = defaultdict(int)
     sent: defaultdict[tuple[str, str], Fraction] = defaultdict(Fraction)
     mine = plan.devices[0]
-    for x in plan.instructions:
-        node = dag.nodes[x.node]
-        match x.op:
-            case Transfer(source=source, target=target) if x.verb is Verb.SEND:
+    x = Columns.of(plan.instructions)
+    times = np.bincount(dag.kinds.of[x.nodes[x.among(_SENDING)]])
+    for kind in np.flatnonzero(times).tolist():
+        node, count = dag.nodes[dag.kinds.examples[kind]], int(times[kind])
+        match node.op:
+            case Transfer(source=source, target=target):
                 key = "send", node.stream
-                sent[key] += 0 if source == target else sizes.sent(node.reads[0])
-                counts[key] += 1
-            case Collective(kind=kind, groups=groups):
-                key = kind.value, node.stream
+                each = Fraction(0 if source == target else sizes.sent(node.reads[0]))
+            case Collective(kind=move, groups=groups):
+                key = move.value, node.stream
                 n = next(len(group) for group in groups if mine in group)
                 nbytes = sizes.moved(node)
                 share = Fraction(n - 1, n) * nbytes
-                sent[key] += min(x.sent(nbytes, share) for x in COLLECTIVES[kind].algorithms)
-                counts[key] += 1
+                each = min(x.sent(nbytes, share) for x in COLLECTIVES[move].algorithms)
             case _:
-                pass
+                continue
+        sent[key] += each * count
+        counts[key] += count
     flows = [Flow(*key, counts[key], int(sent[key])) for key in sorted(counts)]
     return Traffic(plan.devices, tuple(flows))

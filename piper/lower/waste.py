@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.facts import Model
 from piper.ir.ops import Compute
@@ -52,20 +54,21 @@ def waste_of(dag: Dag, models: Mapping[int, Model], sent: int) -> tuple[Waste, .
     repeated: defaultdict[tuple[tuple[str, ...], int], _Sum] = defaultdict(_Sum)
     gathered: defaultdict[str, _Sum] = defaultdict(_Sum)
     total = 0
-    for node in dag.nodes:
+    times = np.bincount(dag.kinds.of).tolist()
+    for node, count in zip(dag.examples, times, strict=True):
         if not isinstance(node.op, Compute):
             continue
         chunk = models.get(node.parts, dag.model).chunks[node.op.chunk]
         flops = chunk.variants[dag.policy(chunk.index)].passes[node.op.which].flops
         flops *= len(node.devices)
-        total += flops
+        total += flops * count
         region = " ".join(f"{name}[{index}]" for name, index in chunk.tags.items()) or "the model"
         copies = _copies(dag, node)
         if copies > 1 and flops:
-            repeated[chunk.products, copies].add(region, flops - flops // copies)
+            repeated[chunk.products, copies].add(region, (flops - flops // copies) * count)
         if node.op.which is Pass.F:
             for gather in chunk.gathered:
-                gathered[gather.operation].add(region, gather.nbytes)
+                gathered[gather.operation].add(region, gather.nbytes * count)
     wastes = [
         Waste(products, tuple(x.regions), copies, x.amount, Fraction(x.amount, max(1, total)))
         for (products, copies), x in repeated.items()

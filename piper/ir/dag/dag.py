@@ -16,6 +16,7 @@ from msgspec import Struct
 from piper.ir.collectives import Move
 from piper.ir.dag.edges import Edges
 from piper.ir.dag.facts import Model
+from piper.ir.dag.node_kinds import NodeKinds
 from piper.ir.dag.values import Content, Extra, Role, Value, ValueTable
 from piper.ir.mesh import Mesh
 from piper.ir.ops import (
@@ -149,6 +150,16 @@ class Dag:
     def edges(self) -> Edges:
         """What all nodes read, write and wait for."""
         return Edges(self.nodes)
+
+    @cached_property
+    def kinds(self) -> NodeKinds:
+        """The kinds of its nodes. Groups and operations that are equal should be one object."""
+        return NodeKinds(self.nodes, self.edges, self.extra, self.table.size, self.first_extra)
+
+    @property
+    def examples(self) -> list[Node]:
+        """The first node of each kind."""
+        return [self.nodes[number] for number in self.kinds.examples]
 
     def role(self, value: int) -> Role | None:
         """The role of a value of the model; None for a value that lowering added."""

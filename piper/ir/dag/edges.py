@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from piper.ir.dag.ragged import Ints, Ragged
+from piper.ir.dag.ragged import Ints, Ragged, distinct
 
 
 class Wired(Protocol):
@@ -55,7 +55,7 @@ class Edges:
         count, made = len(self.reads), self.makers >= 0
         before = np.concatenate((self.makers[made], self.after.items))
         number = np.concatenate((self.reads.row_of[made], self.after.row_of))
-        edges = np.unique(before * count + number)
+        edges = distinct(before * count + number)
         return Ragged.grouped(edges // count, edges % count, count)
 
     @cached_property

@@ -30,11 +30,13 @@ class Sizes:
 
     def __post_init__(self) -> None:
         self._first_extra = self.dag.first_extra
-        made = self.dag.producers
-        for node in self.dag.nodes:
-            for value in node.reads:
-                if value not in made:
-                    self._given.setdefault(value, node.parts)
+        edges = self.dag.edges
+        given = edges.makers < 0
+        pairs = zip(
+            edges.reads.items[given].tolist(), edges.reads.row_of[given].tolist(), strict=True
+        )
+        for value, reader in pairs:
+            self._given.setdefault(value, self.dag.nodes[reader].parts)
 
     def nbytes(self, number: int) -> int:
         """Bytes of a value on each device that holds it; equal for all microbatches."""

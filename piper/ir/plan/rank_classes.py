@@ -10,7 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.ragged import distinct
 from piper.ir.dag.values import Content
 from piper.ir.grouped import grouped
 from piper.ir.ops import Collective, Compute, Group, Transfer, Update
@@ -50,8 +53,10 @@ def rank_classes(dag: Dag) -> RankClasses:
     counted = _counted_once(dag)
     sides_of: dict[tuple[_Side, ...], int] = {}
     seen: set[tuple[object, ...]] = set()
-    for number, node in enumerate(dag.nodes):
-        sides = _sides(dag, node, once=number in counted)
+    once = np.zeros(len(dag.nodes), bool)
+    once[list(counted)] = True
+    for pair in distinct(2 * dag.kinds.of + once).tolist():
+        sides = _sides(dag, dag.nodes[dag.kinds.examples[pair // 2]], once=pair % 2 == 1)
         key = tuple((id(group), *roles) for group, *roles in sides)
         if key not in seen:
             seen.add(key)
@@ -91,7 +96,7 @@ def _counted_once(dag: Dag) -> frozenset[int]:
 
 
 def _values_counted_once(dag: Dag) -> Iterator[int]:
-    for node in dag.nodes:
+    for node in dag.examples:  # others are alone in their kinds
         if isinstance(node.op, Collective) and node.writes[0] >= dag.first_extra:
             content = dag.extra[node.writes[0] - dag.first_extra].content
             if content is not Content.VALUE and not takes_every_copy(dag, node):

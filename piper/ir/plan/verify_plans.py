@@ -8,7 +8,7 @@ violation is a compiler bug: users' mistakes are refused much earlier.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -78,14 +78,16 @@ def _communications(dag: Dag, classes: RankClasses, plans: Sequence[Columns]) ->
     numbers: dict[tuple[object, ...], int] = {}  # of the communications of a stream and groups
     sides: list[list[tuple[int, ...]]] = []  # the classes of each group
     streams: list[str] = []
-    kinds = np.full(len(dag.nodes), -1)
-    for number, node in enumerate(dag.nodes):
+    examples = dag.examples
+    of_kind = np.full(len(examples), -1)
+    for at, node in enumerate(examples):
         if isinstance(node.op, Transfer | Collective):
             key = node.stream, *map(id, node.endpoints)
-            kinds[number] = kind = numbers.setdefault(key, len(numbers))
+            of_kind[at] = kind = numbers.setdefault(key, len(numbers))
             if kind == len(sides):
                 sides.append([classes.touched(group) for group in node.endpoints])
                 streams.append(node.stream)
+    kinds = of_kind[dag.kinds.of]
     there = np.zeros(len(dag.nodes), np.int64)
     sequences: defaultdict[tuple[object, ...], set[bytes]] = defaultdict(set)
     for c, x in enumerate(plans):
@@ -115,39 +117,45 @@ def _communications(dag: Dag, classes: RankClasses, plans: Sequence[Columns]) ->
 
 def _gradients(dag: Dag) -> None:
     """Every gradient of a trained parameter enters one sum over all owners of the parameter."""
-    owners: defaultdict[str, set[Group]] = defaultdict(set)
+    owners: defaultdict[str, dict[int, Group]] = defaultdict(dict)
     made: defaultdict[str, set[int]] = defaultdict(set)
-    carried: set[int] = set()
-    ties = bool(dag.table.ties)
-    seen: set[tuple[int, int]] = set()
-    for node in dag.nodes:
+    """Of each parameter, the values of one microbatch with its gradients."""
+    for node in dag.examples:
         if not isinstance(node.op, Compute):
             continue
-        chunk = dag.model.chunks[node.op.chunk]
-        if (chunk.index, id(node.devices)) not in seen:
-            seen.add((chunk.index, id(node.devices)))
-            for name in chunk.parameters:
-                owners[name].add(node.devices)
-        own, tied = dag.table.parameters[chunk.index]
+        for name in dag.model.chunks[node.op.chunk].parameters:
+            owners[name][id(node.devices)] = node.devices
+        own, tied = dag.table.parameters[node.op.chunk]
         for value in node.writes:
             role = dag.role(value)
             for name in own if role is Role.PARAMETER_GRADIENT else ():
-                made[name].add(value)
+                made[name].add(value % dag.table.size)
             for name in tied if role is Role.TIED_GRADIENT else ():
-                made[name].add(value)
-        if ties:
-            carried.update(v for v in node.reads if dag.role(v) is Role.TIED_GRADIENT)
+                made[name].add(value % dag.table.size)
+    first, writes, reads = dag.first_extra, dag.edges.writes.items, dag.edges.reads
+    lacking = np.zeros(first, np.int64)
+    """For each value of the model, how often it must be summed if it is a gradient."""
+    lacking[writes[writes < first]] = 1
+    if dag.table.ties:  # a pass adds a tied gradient that it reads to its own
+        computes = np.array([isinstance(node.op, Compute) for node in dag.nodes], bool)
+        carried = reads.items[computes[reads.row_of]]
+        carried = carried[carried < first]
+        tied_gradient = np.array([role is Role.TIED_GRADIENT for role in dag.table.roles], bool)
+        lacking[carried[tied_gradient[carried % dag.table.size]]] = 0
     summed: dict[int, list[int]] = {}
-    for node in dag.nodes:
+    for node in dag.examples:
         if isinstance(node.op, Update):
             summed[node.op.bucket] = [v for value in _own(dag, node) for v in _parts(dag, value)]
     for index, bucket in enumerate(dag.buckets):
+        if index not in summed:
+            continue
         everyone = {device for group in bucket.groups for device in group}
-        terms = Counter(summed.get(index, ()))
-        for name in bucket.parameters if index in summed else ():
-            if everyone != {device for group in owners[name] for device in group}:
+        terms = np.bincount(np.array(summed[index], np.int64), minlength=first)
+        wrong = (terms != lacking).reshape(-1, dag.table.size).any(axis=0)
+        for name in bucket.parameters:
+            if everyone != {device for group in owners[name].values() for device in group}:
                 raise _fault(f"the gradient of {name} is not summed over all its owners")
-            if any(terms[value] != (value not in carried) for value in made[name]):
+            if wrong[[*made[name]]].any():
                 raise _fault(f"a gradient of {name} is not summed once")
 
 

@@ -22,6 +22,8 @@ from piper.lower.rewriter import Rewriter
 
 def add_up(dag: Dag) -> Dag:
     """``dag`` in which a pass reads every gradient as one value."""
+    if all(len(terms) == 1 for terms in dag.table.terms.values()):
+        return dag
     out = Rewriter(dag)
     sums: dict[tuple[int, int], int] = {}
     for number, node in enumerate(dag.nodes):

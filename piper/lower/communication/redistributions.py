@@ -67,10 +67,10 @@ def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
     passes = [(n, node) for n, node in nodes.items() if isinstance(node.op, Compute)]
     for number, node in sorted(passes, key=lambda row: row[1].compute.which is Pass.BW):
         op = node.compute
-        if op.which is Pass.F:
+        if op.which is Pass.F or dag.policy(op.chunk) is not RematPolicy.ALL:
             continue
         reads = list(node.reads)
-        for place, value in enumerate(reads if dag.policy(op.chunk) is RematPolicy.ALL else ()):
+        for place, value in enumerate(reads):
             maker = dag.producers.get(value, -1)
             if maker < 0 or not _is_forward(dag.nodes[maker]) or not _gathers(nodes.get(maker)):
                 continue

@@ -21,7 +21,6 @@ import numpy as np
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.edges import Edges
-from piper.ir.dag.node_kinds import NodeKinds
 from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Transfer, Update
 from piper.ir.plan.issue_order import IssueOrder
@@ -40,23 +39,21 @@ def resources(classes: RankClasses, node: Node) -> tuple[Resource, ...]:
     return tuple((c, node.stream) for c in classes.touched(node.devices))
 
 
-def schedule(
-    dag: Dag, kinds: NodeKinds, classes: RankClasses, duration: Callable[[Node], float]
-) -> IssueOrder:
+def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) -> IssueOrder:
     """Run ``dag``: the node that can start earliest goes next; ties go to the most urgent."""
-    examples = kinds.nodes
+    examples, kinds = dag.examples, dag.kinds.of.tolist()
     by_kind = [duration(node) for node in examples]
-    lengths = [by_kind[kind] for kind in kinds.of]
+    lengths = [by_kind[kind] for kind in kinds]
     late = [_reduces(dag, node) or isinstance(node.op, Update) for node in examples]
-    ranks = _ranks(dag, kinds, lengths)
+    ranks = _ranks(dag, lengths)
     needs_of, resource_count = _needs(classes, examples)
-    needs = [needs_of[kind] for kind in kinds.of]
+    needs = [needs_of[kind] for kind in kinds]
     free = [0.0] * resource_count
     start, end = [0.0] * len(dag.nodes), [0.0] * len(dag.nodes)
     ready: list[tuple[float, bool, float, int]] = []
 
     def push(number: int, possible: float) -> None:
-        behind = late[kinds.of[number]]
+        behind = late[kinds[number]]
         # among those that may wait, first come, first served: it holds its gradients longest
         rank = possible if behind else ranks[number]
         for resource in needs[number]:
@@ -67,12 +64,12 @@ def schedule(
     earliest = [0.0] * len(dag.nodes)
     counted = [isinstance(node.op, Collective) and node.op.in_turn for node in examples]
     counts = {
-        n: brought_in_turn(dag, dag.nodes[n]) for n, kind in enumerate(kinds.of) if counted[kind]
+        n: brought_in_turn(dag, dag.nodes[n]) for n, kind in enumerate(kinds) if counted[kind]
     }
     known = list(earliest) if counts else earliest
     """When the inputs of a node are ready, except counts that its own stream delivers just before
     it."""
-    issue = _Issue([_eager(dag, node) for node in examples], kinds.of, resource_count)
+    issue = _Issue([_eager(dag, node) for node in examples], kinds, resource_count)
     starts, followers = dag.edges.followers.starts.tolist(), dag.edges.followers.items.tolist()
     left = dag.edges.waiting.tolist()
     for number, count in enumerate(left):
@@ -189,11 +186,11 @@ def _needs(classes: RankClasses, nodes: Sequence[Node]) -> tuple[list[tuple[int,
     return needs, len(numbers)
 
 
-def _ranks(dag: Dag, kinds: NodeKinds, lengths: Sequence[float]) -> list[int]:
+def _ranks(dag: Dag, lengths: Sequence[float]) -> list[int]:
     """A number for each node that is smaller for more urgent ones: those with the longest remaining
     path, of these those that send."""
-    sends = np.array([isinstance(node.op, Transfer) for node in kinds.nodes], bool)
-    urgency = np.array(_tails(dag.edges, lengths)), sends[kinds.of]
+    sends = np.array([isinstance(node.op, Transfer) for node in dag.examples], bool)
+    urgency = np.array(_tails(dag.edges, lengths)), sends[dag.kinds.of]
     order = np.lexsort((urgency[1], urgency[0]))[::-1]
     differs = [np.diff(key[order], prepend=key[order[:1]]) != 0 for key in urgency]
     ranks = np.empty(len(order), np.int64)

@@ -178,7 +178,7 @@ def _sums(dag: Dag) -> dict[int, int]:
     """
     together: dict[object, list[int]] = {}
     apart: set[object] = set()
-    for node in dag.nodes:
+    for node in dag.examples:  # those of interest are alone in their kinds
         if isinstance(node.op, Compute | Transfer) or _moves_value(dag, node):
             continue  # a pass adds a gradient that it reads to its own: it is in no list here
         read: defaultdict[object, list[int]] = defaultdict(list)

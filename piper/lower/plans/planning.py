@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from piper.ir.dag.dag import Dag
-from piper.ir.dag.node_kinds import NodeKinds
 from piper.ir.dag.ragged import Bools, Ints, Ragged, first_of_each
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import Content
@@ -37,7 +36,6 @@ from piper.lower.plans.waits import Issued, waits_of
 
 def plans_of(
     dag: Dag,
-    kinds: NodeKinds,
     classes: RankClasses,
     order: IssueOrder,
     sizes: Sizes,
@@ -49,7 +47,7 @@ def plans_of(
     takes the step for all its buckets; otherwise each update steps its own bucket. On a ``gpu``,
     communications run apart and hold their inputs."""
     shared = PlanContext(dag, sizes, Touched(classes), optimizer, gpu)
-    table = ShareTable(shared, kinds)
+    table = ShareTable(shared)
     nodes = np.array(order.order, np.int64)
     return tuple(
         _Planner(shared, table, members, *table.rows(c, nodes)).plan()
@@ -127,6 +125,8 @@ class _Planner:
         self.alone = np.flatnonzero(table.alone[ids]).tolist()
         self.accumulation = Accumulation(shared.dag, shared.sizes)
         self.slots = SlotAllocation(shared, table.slots, self.accumulation)
+        self._counts: dict[int, bool] = {}
+        """Whether this class contributes the first of equal copies, by kind."""
         self.updates: list[int] = []
         """The updated buckets, in order."""
 
@@ -231,14 +231,21 @@ class _Planner:
         """The ``values`` that this class makes and contributes: only the first of equal copies,
         unless copies are summed ``alike``. A device of a replica group that computes no part of a
         sum joins the reduction without input."""
-        nodes, producers, by = self.dag.nodes, self.dag.producers, self.shared.touched.by
-        made = ((value, nodes[producers[value]]) for value in values if value in producers)
-        return [
-            value
-            for value, maker in made
-            if self.me in by(maker.devices)
-            and (alike or self.dag.copy_of(maker, maker.devices.index(self.members[0])) == 0)
-        ]
+        kinds, producers, by = self.dag.kinds.of, self.dag.producers, self.shared.touched.by
+        mine = []
+        for value in values:
+            if (number := producers.get(value)) is None:
+                continue
+            maker = self.dag.nodes[number]
+            if self.me not in by(maker.devices):
+                continue
+            kind = int(kinds[number])
+            if not alike and kind not in self._counts:
+                rank = maker.devices.index(self.members[0])
+                self._counts[kind] = self.dag.copy_of(maker, rank) == 0
+            if alike or self._counts[kind]:
+                mine.append(value)
+        return mine
 
     def _returned(self, writes: Ragged) -> dict[int, RowShards]:
         """The outputs that have rows and that this class makes and returns, and the devices that

@@ -11,7 +11,6 @@ import numpy as np
 
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Node, words_of
-from piper.ir.dag.node_kinds import NodeKinds
 from piper.ir.dag.ragged import Bools, Ints, Ragged
 from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Role
 from piper.ir.equal_numbers import EqualNumbers
@@ -67,13 +66,14 @@ class NodeShare:
 class ShareTable:
     """The shares of all nodes, as arrays by number."""
 
-    def __init__(self, shared: PlanContext, kinds: NodeKinds) -> None:
+    def __init__(self, shared: PlanContext) -> None:
         classes = len(shared.touched.classes.members)
-        self._node_kinds = np.array(kinds.of, np.int64)
+        kinds = shared.dag.kinds
+        self._node_kinds = kinds.of
         self._of = np.full((classes, len(kinds.examples), 2), -1)
         """By class and kind; a class may send and receive."""
         self.shares: list[NodeShare] = []
-        for kind, node in enumerate(kinds.nodes):
+        for kind, node in enumerate(shared.dag.examples):
             for side, share in enumerate(shares_of(shared, node)):
                 self._of[list(share.classes), kind, side] = len(self.shares)
                 self.shares.append(share)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from piper.ir.dag.ragged import Bools, Ints, Ragged
+from piper.ir.dag.ragged import Bools, Ints, Ragged, distinct, first_of_each
 
 Pairs = tuple[Ints, Ints]
 """Program counters, and a number for each."""
@@ -55,7 +55,7 @@ def waits_of(
     last = np.append(np.diff(ordered // (count + 1)) > 0, True)[: len(ordered)]
     pcs = ordered[last] // (count + 1) // (streams.max(initial=0) + 1)
     limited = np.fromiter(_limited(issued), np.int64)
-    waits = np.unique(
+    waits = distinct(
         np.concatenate(
             (
                 _packed(pcs, ordered[last] % (count + 1), count),
@@ -66,9 +66,9 @@ def waits_of(
     )
     rows = Ragged.grouped(waits // (count + 1), waits % (count + 1), count)
     places = np.flatnonzero(issued.communicates[rows.items])
-    _, first = np.unique(rows.items[places], return_index=True)
+    first = first_of_each(rows.items[places], count)
     completes = np.zeros(len(rows.items), bool)
-    completes[places[first]] = True
+    completes[places[first[first >= 0]]] = True
     return rows, rows.only(completes)
 
 

@@ -97,8 +97,9 @@ def _contributions(dag: Dag) -> dict[Value, list[int]]:
     """The parameter gradients of each chunk, ordered by microbatch, without those that another pass
     adds to its own."""
     gradients: defaultdict[Value, list[int]] = defaultdict(list)
-    taken = {v for node in dag.nodes if isinstance(node.op, Compute) for v in node.reads}
-    for node in dag.nodes:
+    computes = [node for node in dag.nodes if isinstance(node.op, Compute)]
+    taken = {v for node in computes for v in node.reads} if dag.table.ties else ()
+    for node in computes:
         for value in node.writes:
             if dag.role(value) in PARAMETER_GRADIENTS and value not in taken:
                 gradients[dag.table.value(value)[0]].append(value)

@@ -24,7 +24,7 @@ from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, Node, name_of
 from piper.ir.dag.filters import Filter, FilterLike, TagIndex, select
 from piper.ir.equal_numbers import EqualNumbers
-from piper.ir.ops import Group
+from piper.ir.ops import Compute, Group
 from piper.ir.passes import Pass
 from piper.strategies.directives.crossing import natural, refuse_crossing
 from piper.strategies.directives.directive import Directive, plain_filter
@@ -228,19 +228,16 @@ def _refuse_ordered(dag: Dag, numbers: set[int]) -> None:
         )
 
 
-def _passes(dag: Dag, node: Node) -> list[Pass]:
-    chunk = dag.model.chunks[node.compute.chunk]
-    return [p for p in _HALVES if p in chunk.variants[dag.policy(chunk.index)].passes]
-
-
 def _halves(dag: Dag, node: Node, me: int) -> list[Node]:
-    made = []
-    for which in _passes(dag, node):
-        op = structs.replace(node.compute, which=which)
-        reads, writes = dag.table.wire(op.chunk, which, dag.policy(op.chunk), op.microbatch)
-        tags = {**node.tags, PASS: which}
-        by = node.changed_by(me)
-        made.append(structs.replace(node, op=op, tags=tags, reads=reads, writes=writes, made_by=by))
+    chunk, microbatch, by = node.compute.chunk, node.compute.microbatch, node.changed_by(me)
+    policy, made = dag.policy(chunk), []
+    for which in _HALVES:
+        if which in dag.model.chunks[chunk].variants[policy].passes:
+            op, tags = Compute(chunk, which, microbatch), {**node.tags, PASS: which}
+            reads, writes = dag.table.wire(chunk, which, policy, microbatch)
+            made.append(
+                structs.replace(node, op=op, tags=tags, reads=reads, writes=writes, made_by=by)
+            )
     return made
 
 

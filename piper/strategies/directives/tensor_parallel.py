@@ -150,11 +150,14 @@ class _Chosen:
                 self._rules += [(pattern, own, how) for own, how in plan if how is not None]
             self._rules.append((pattern, "*", None if wanted == MODEL else _style(pattern, wanted)))
         self._used: set[str] = set()
+        self._known: dict[int, dict[str, int | Style]] = {}
 
     def of(self, chunk: int) -> dict[str, int | Style]:
         """The sharded parameters of a chunk, and how each is sharded."""
-        styles = ((name, self._of(name)) for name in self._dag.model.chunks[chunk].parameters)
-        return {name: how for name, how in styles if how is not None}
+        if chunk not in self._known:
+            styles = ((name, self._of(name)) for name in self._dag.model.chunks[chunk].parameters)
+            self._known[chunk] = {name: how for name, how in styles if how is not None}
+        return self._known[chunk]
 
     def _of(self, name: str) -> int | Style | None:
         """How a parameter is sharded, by the first pattern that matches it."""
