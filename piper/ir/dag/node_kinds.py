@@ -48,8 +48,9 @@ class NodeKinds:
             for node in nodes
         ]
         what = [self._what(number, node) for number, node in enumerate(nodes)]
+        keys = zip(where, what, self._rows(what), strict=True)
         kinds: dict[tuple[Hashable, ...], int] = {}
-        of = [kinds.setdefault(key, len(kinds)) for key in zip(where, what, self._rows(what))]  # noqa: B905
+        of = [kinds.setdefault(key, len(kinds)) for key in keys]
         self.of: Ints = np.array(of, np.int64)
         self.examples: list[int] = first_of_each(self.of, len(kinds)).tolist()
 
