@@ -17,7 +17,7 @@ from piper.ir.dag.values import Content, Extra
 from piper.ir.ops import Add, Collective, Compute, Group, Op, Select, Transfer
 
 
-class Placed(Wired, Protocol):
+class PlacedNode(Wired, Protocol):
     """A node, as far as its kind is concerned."""
 
     @property
@@ -36,7 +36,12 @@ class NodeKinds:
     """``of``: the kind of each node. ``examples``: the number of the first node of each kind."""
 
     def __init__(
-        self, nodes: Sequence[Placed], edges: Edges, extra: Sequence[Extra], size: int, first: int
+        self,
+        nodes: Sequence[PlacedNode],
+        edges: Edges,
+        extra: Sequence[Extra],
+        size: int,
+        first: int,
     ) -> None:
         """``extra`` are the values from number ``first`` on; before it, each microbatch has
         ``size`` values."""
@@ -54,7 +59,7 @@ class NodeKinds:
         self.of: Ints = np.array(of, np.int64)
         self.examples: list[int] = first_of_each(self.of, len(kinds)).tolist()
 
-    def _what(self, number: int, node: Placed) -> Hashable:
+    def _what(self, number: int, node: PlacedNode) -> Hashable:
         """Equal for nodes of one kind. Equal groups and operations are one object in most nodes; if
         they are several, there are only more kinds. Just a number if the node is alone."""
         op = node.op
