@@ -89,6 +89,8 @@ class Recover(Enum):
     """Lost workers get new processes."""
     RESTART = "restart"
     """All workers get new processes."""
+    REROUTE = "reroute"
+    """The rows of a lost replica go to the others."""
 
 
 class CompilerName(Enum):

@@ -19,6 +19,7 @@ from piper.launch.on_ray.ray_group import RayWorkerGroup
 from piper.launch.recovery.policy import Policy
 from piper.launch.recovery.recovering_group import RecoveringGroup
 from piper.launch.recovery.replace import Replace
+from piper.launch.recovery.reroute import Reroute
 from piper.launch.recovery.restart import Restart
 from piper.launch.running import start
 from piper.launch.trainer.batch_shapes import BatchShapes
@@ -62,10 +63,13 @@ def launch(
         with stages.stage("starting the devices"):
             group = _worker_group(on, options)
         try:
+            policy = None
+            if isinstance(group, CallingGroup) and group.options.restarts:
+                with stages.stage("planning for faults"):
+                    policy = _policy(Recover(group.options.recover), program)
             with stages.stage("loading the program"):
                 start(group, program)
-            if isinstance(group, CallingGroup) and group.options.restarts:
-                policy = _POLICIES[Recover(group.options.recover)]()
+            if isinstance(group, CallingGroup) and policy is not None:
                 group = RecoveringGroup(group, program, policy)
         except BaseException as error:
             group.close(error)
@@ -80,10 +84,6 @@ _LAUNCHERS: dict[Where, tuple[Callable[[Any], WorkerGroup], type[Options]]] = {
     Where.TORCHRUN: (TorchrunWorkerGroup, TorchrunOptions),
     Where.RAY: (RayWorkerGroup, RayOptions),
 }
-_POLICIES: dict[Recover, Callable[[], Policy]] = {
-    Recover.REPLACE: Replace,
-    Recover.RESTART: Restart,
-}
 _TIMES = ("timeout", "start_timeout", "mirror", "stall")
 """Options that are times, such as 30 or "5min"."""
 
@@ -93,8 +93,31 @@ def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
     _refuse_unknown(on, options, kind)
     times = {name: seconds_of(name, options[name]) for name in _TIMES if name in options}
     _refuse_count("restarts", options.get("restarts", 0))
-    choice("recover", options.get("recover", Recover.REPLACE.value), Recover)
+    _check_recover(on, options)
     return launcher(kind(**{**options, **times}))
+
+
+def _policy(recover: Recover, program: Program) -> Policy:
+    if recover is Recover.REROUTE:
+        return Reroute(program)
+    return Restart() if recover is Recover.RESTART else Replace()
+
+
+def _check_recover(on: str, options: dict[str, Any]) -> None:
+    """Refuse an answer to faults that cannot be given."""
+    if "recover" not in options:
+        return
+    recover = choice("recover", options["recover"], Recover)
+    if not options.get("restarts"):
+        raise PiperError(
+            f"recover={recover.value!r} says how training continues after a fault: say how often, "
+            "restarts="
+        )
+    if recover is Recover.REROUTE and on == Where.RAY.value:
+        raise PiperError(
+            "recover='reroute' is for on='processes': on='ray' replaces the workers of a lost "
+            "machine (recover='replace')"
+        )
 
 
 def _refuse_count(name: str, given: object) -> None:

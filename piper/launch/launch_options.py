@@ -43,7 +43,8 @@ class WorkerOptions(ProcessOptions):
     """How often training continues after workers die, fail or hang. With 0 the first fault ends
     it."""
     recover: str = "replace"
-    """How: "replace" gives lost workers new processes, "restart" all workers."""
+    """How: "replace" gives lost workers new processes, "restart" all workers; with
+    "reroute" the rows of a lost data-parallel replica go to the others."""
     mirror: float = 10.0
     """Seconds between copies of the state, from which it continues; the steps since then are
     repeated."""

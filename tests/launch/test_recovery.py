@@ -57,12 +57,20 @@ class Disturbed:
         self._mark = folder / "happened"
 
     def at(
-        self, device: int, step: int, pc: int, kind: Fault, *, once: bool = True, **options: Any
+        self,
+        device: int,
+        step: int,
+        pc: int,
+        kind: Fault,
+        *,
+        once: bool = True,
+        of: piper.Program | None = None,
+        **options: Any,
     ) -> piper.Trainer:
         self._mark.unlink(missing_ok=True)
         self._set("FAULT_AT", chosen(device, step, pc, kind, str(self._mark) if once else ""))
         return piper.launch(
-            program(CASE),
+            of or program(CASE),
             on="processes",
             threads=1,
             imports=["tests.scripts.fault_at"],

@@ -39,7 +39,7 @@ MESHES: list[dict[str, Any]] = [
 @functools.cache
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    tokens = (torch.randint(0, VOCAB, (48, SEQ), generator=generator) for _ in range(6))
+    tokens = (torch.randint(0, VOCAB, (144, SEQ), generator=generator) for _ in range(6))
     return list(zip(tokens, tokens, strict=False))
 
 

@@ -94,6 +94,8 @@ class WorkerDevice:
         self._options = options
         self._loaded: LoadedDevice | None = None
         """None while this device waits for a program."""
+        self._kept: DeviceState | None = None
+        """The state before a failed call."""
         self._next: tuple[DeviceProgram | None, NextState, LoadedDevice | None] | None = None
         self._writing: Future[Part | Refusal] | None = None
 
@@ -116,6 +118,7 @@ class WorkerDevice:
     def load(self, job: str, program: DeviceProgram, fetch: Fetch) -> None:
         """Begin to run ``program``, with the initial weights that ``fetch`` returns by name."""
         self.drop()
+        self.number = program.device  # a worker may take the place of a lost one
         self._loaded = self._load(
             job, program, self.links.place(program.kind), lambda at: DeviceState(program, at, fetch)
         )
@@ -275,6 +278,15 @@ class WorkerDevice:
         self.links.gives[self.number] = part.slices
         return in_memory(part, self.number)
 
+    def give_kept(self) -> Part | None:
+        """All that this device has of the state before the failed call, in memory; None if the call
+        has begun to change it."""
+        if self._kept is None:
+            return None
+        part = given_by(self._kept, tuple(self._kept.buffers), lambda layout: layout.fragments)
+        self.links.gives[self.number] = part.slices
+        return in_memory(part, self.number)
+
     def prepare(self, program: DeviceProgram | None, index: Index) -> Prepared:
         """Allocate the state of ``program`` beside the present one, which ``index`` describes.
         ``program`` is None if it does not have this device. ``finish`` or ``abandon`` must
@@ -283,7 +295,7 @@ class WorkerDevice:
             program,
             torch.device("cpu") if program is None else self.links.place(program.kind),
             index,
-            None if self._loaded is None else self.state,
+            self._kept if self._loaded is None else self.state,
             capturable=self._options.cuda_graphs,
         )
         self._next = program, room, None
@@ -304,7 +316,10 @@ class WorkerDevice:
         """Continue with the next program."""
         assert self._next is not None
         before, self._loaded = self._loaded, self._next[2]
+        self._kept = None
         self.abandon()
+        if self._loaded is not None:
+            self.number = self._loaded.number
         if before is not None:
             before.close()
 
@@ -313,10 +328,12 @@ class WorkerDevice:
         self._next = None
         self.links.gives.pop(self.number, None)
 
-    def drop(self) -> None:
-        """Wait for a program again, after a failed call."""
+    def drop(self, *, keep: bool = False) -> None:
+        """Wait for a program again, after a failed call. With ``keep`` the state stays, unless the
+        call has begun to change it."""
         self.abandon()
         before, self._loaded = self._loaded, None
+        self._kept = before.state if keep and before and not before.state.changing else None
         if before is not None:
             before.close(abandoned=True)
 

@@ -83,11 +83,12 @@ class LocalDevices:
             self._uploads = Uploads(self._where)
         return self._uploads(list(tensors))
 
-    def drop(self) -> None:
-        """After a failed call: the devices wait for a program, and release their connections."""
+    def drop(self, *, keep: bool) -> None:
+        """After a failed call: the devices wait for a program, and release their connections. With
+        ``keep`` they keep their state."""
         self._graph = self._uploads = None
         for device in self.devices:
-            device.drop()
+            device.drop(keep=keep)
 
     def close(self, *, abandoned: bool = False) -> None:
         """End all devices."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ class CallingGroup(OneTrainer, ABC):
 
     @abstractmethod
     def seat(self, devices: Iterable[int], kind: torch.device) -> None: ...
+
+    def rename(self, devices: Mapping[int, int]) -> None:
+        """Processes of these devices become those of others, which have none."""
+        raise NotImplementedError
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None: ...

@@ -17,3 +17,5 @@ class Recovery:
     """The calls since the last copy of the state that were made again."""
     seconds: float
     """From the moment when the fault was known until the failed call could be made again."""
+    lost: tuple[int, ...] = ()
+    """The devices that training continues without (``recover="reroute"``)."""

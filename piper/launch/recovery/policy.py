@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from piper.launch.messages.calling_group import CallingGroup
 from piper.program.program import Program
 
 
-class Policy(Protocol):
-    """An answer to a fault of workers. The devices have their state from the last copy after it,
-    and then the calls since are made again."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How training continues after a fault."""
 
-    def load(self, group: CallingGroup, program: Program) -> None:
-        """After a fault, load ``program`` on the devices of ``group``. Those whose processes cannot
-        take another call have none."""
+    program: Program
+    """What the devices run now: the program, or another that trains the same."""
+    keeps_state: bool = False
+    """Whether they have the state before the failed call. Otherwise they read the last copy, and
+    the calls since then are made again."""
+    without: tuple[int, ...] = ()
+    """The devices of the program that they do without."""
+
+
+class Policy(Protocol):
+    """An answer to faults of workers."""
+
+    def answer(self, group: CallingGroup, program: Program, running: Program) -> Answer:
+        """After a fault, load ``program``, or another that trains the same, on the devices of
+        ``group``. Those whose processes cannot take another call have none. Until then they ran
+        ``running``."""
         ...

@@ -1,15 +1,15 @@
 """A worker group that replaces workers which die, fail or hang, and goes on as if they had not.
 
 It copies the state from time to time, and notes every later call that changes the state. After a
-fault a policy loads the program again, on new processes in the places of lost ones. All devices
-read the copy, the noted calls are made again, and then the one that failed. A step is a function of
-the state and the batch, so the losses are those of a run without faults, bit for bit.
+fault a policy loads the program again, or another that trains the same. All devices read the copy,
+the noted calls are made again, and then the one that failed. A step is a function of the state and
+the batch, so the losses are those of a run without faults, bit for bit under the same program.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from piper.base.errors import PiperError, WorkerError, warn
 from piper.launch.device.device import WorkerDevice
-from piper.launch.device.worker_group import BatchRows, OneTrainer
+from piper.launch.device.worker_group import BatchRows, Each, OneTrainer
 from piper.launch.messages.calling_group import CallingGroup
 from piper.launch.recovery.fault import Recovery
 from piper.launch.recovery.mirror import Mirror
@@ -55,6 +55,8 @@ class RecoveringGroup(OneTrainer):
         self._policy = policy
         self._program: Program | None = program
         """None after a switch, until the next batch says to which."""
+        self._running = program
+        """What the devices run: the program, or another that trains the same."""
         self._mirror = Mirror(group, group.options.mirror)
         self._since: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         """The calls since the last copy that changed the state."""
@@ -77,8 +79,8 @@ class RecoveringGroup(OneTrainer):
         if method in _SWITCHING:
             return self._switch(method, *arguments)
         for rows in arguments:
-            if isinstance(rows, BatchRows):
-                self._program = rows.program
+            if isinstance(rows, BatchRows) and rows.program is not self._program:
+                self._program = self._running = rows.program
         answers = self._recovered(lambda: self._make(method, *arguments))
         if method in _CHANGING:
             self._since.append((method, tuple(_kept(x) for x in arguments)))
@@ -89,7 +91,14 @@ class RecoveringGroup(OneTrainer):
     def _make(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         if method in _STEPS and self._mirror.is_due and not self._is_saving:
             self._copy()
-        return self._group.call(method, *arguments)
+        return self._group.call(method, *self._adapted(method, arguments))
+
+    def _adapted(self, method: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        """``arguments``, which are for the program, for the one that runs."""
+        running = self._running
+        if method is WorkerDevice.begin_part and running is not self._program:
+            return [arguments[0], Each(lambda device: running.saving.plan_of(device))]
+        return [replace(x, program=running) if isinstance(x, BatchRows) else x for x in arguments]
 
     def _copy(self) -> None:
         """Copy the state: the calls until now need not be made again."""
@@ -136,18 +145,23 @@ class RecoveringGroup(OneTrainer):
         begun, self._restarts = time.monotonic(), self._restarts - 1
         assert self._program is not None
         try:
-            self._policy.load(self._group, self._program)
+            answer = self._policy.answer(self._group, self._program, self._running)
+            self._running = answer.program
             new = tuple(self._group.started)
-            if not self._mirror.is_empty:
+            repeated = [] if answer.keeps_state and not self._is_saving else self._since
+            if repeated is self._since and not self._mirror.is_empty:
                 self._mirror.restore()
-            for method, arguments in self._since:
-                self._group.call(method, *arguments)
+            for method, arguments in repeated:
+                self._group.call(method, *self._adapted(method, arguments))
         except WorkerError as error:
             return error
         why = str(fault).splitlines()[0]
-        self._recoveries.append(Recovery(why, new, len(self._since), time.monotonic() - begun))
+        lost = answer.without
+        seconds = time.monotonic() - begun
+        self._recoveries.append(Recovery(why, new, len(repeated), seconds, lost))
         left, given = self._restarts, self._group.options.restarts
-        warn(f"{why}; training continues ({left} left of restarts={given})")
+        how = f" without devices {', '.join(map(str, lost))}" if lost else ""
+        warn(f"{why}; training continues{how} ({left} left of restarts={given})")
         return None
 
 

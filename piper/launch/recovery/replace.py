@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from piper.launch.messages.calling_group import CallingGroup
+from piper.launch.recovery.policy import Answer
 from piper.launch.running import start
 from piper.program.program import Program
 
@@ -10,5 +11,6 @@ from piper.program.program import Program
 class Replace:
     """Replaces lost workers."""
 
-    def load(self, group: CallingGroup, program: Program) -> None:
+    def answer(self, group: CallingGroup, program: Program, running: Program) -> Answer:
         start(group, program)
+        return Answer(program)

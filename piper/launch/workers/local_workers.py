@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,12 @@ class LocalWorkers:
             task = WorkerTask(worker.device, worker.local, tuple(sys.path), store, self._options)
             worker.send(dumped(task))
         return new
+
+    def rename(self, devices: Mapping[int, int]) -> None:
+        """Workers of these devices become those of others, which have none."""
+        for worker in self.processes:
+            worker.device = devices.get(worker.device, worker.device)
+        self.processes.sort(key=lambda worker: worker.device)
 
     def call(self, calls: Iterable[tuple[int, bytes]], *, alone: bool = True) -> CallAnswers:
         """Send each worker its message, as soon as this is there. The answers must be waited for.

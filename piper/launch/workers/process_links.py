@@ -79,6 +79,8 @@ class ProcessLinks:
     def exchange(
         self, job: str, number: int, room: NextState, wants: Mapping[int, Sequence[Slice]]
     ) -> None:
+        if not any(wants.values()):
+            return
         store = dist.PrefixStore(f"{job} switch", self.store)
         link = Peers(tuple(wants), number, store, self._timeout, address=self._address)
         gives = self.gives.get(number, ())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -46,6 +46,9 @@ class ProcessWorkerGroup(CallingGroup):
 
     def seat(self, devices: Iterable[int], kind: torch.device) -> None:
         self.started = self.workers.seat(devices, kind)
+
+    def rename(self, devices: Mapping[int, int]) -> None:
+        self.workers.rename(devices)
 
     def share(self, weights: FirstWeights) -> Callable[[int], FirstWeights]:
         found = weights.in_file(self.folder / "weights.pt")

@@ -79,7 +79,7 @@ def _serve(connection: Connection, folder: Path) -> None:
     links = _Links(task, folder)
     device = WorkerDevice(task.device, links, task.options)
     local = LocalDevices([device], alone, cuda_graphs=task.options.cuda_graphs)
-    published = Published(os.open(folder / f"at.{task.device}", os.O_RDWR))
+    published = Published(os.open(folder / f"at.{task.local}", os.O_RDWR))
     monitor: Monitor | None = None
     while isinstance(call := _next(connection), Call):
         call.flags.set()
@@ -95,7 +95,7 @@ def _serve(connection: Connection, folder: Path) -> None:
         if isinstance(answer, Failure):
             _answer(connection, answer)
             published.forget()
-            local.drop()
+            local.drop(keep=True)
             gc.collect()  # connections end with the last reference, and then the others fail, too
             continue
         published.end(device, links.job)

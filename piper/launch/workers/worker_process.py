@@ -74,7 +74,7 @@ class WorkerProcess:
 
 def forked(device: int, local: int, folder: Path, server: ForkServer) -> WorkerProcess:
     """Start a worker; it shares files with its parent in ``folder``."""
-    counter = folder / f"at.{device}"
+    counter = folder / f"at.{local}"
     counter.touch()
     here, there = Pipe()
     with there:

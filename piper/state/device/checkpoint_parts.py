@@ -7,7 +7,7 @@ slices it needs, directly into its state. It needs only a few megabytes besides 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,25 @@ from piper.state.checkpoint.index import GroupEntry, Index, Part, SavedValue
 from piper.state.checkpoint.plain_values import to_json
 from piper.state.checkpoint.slices import MODEL, OPTIMIZER, STORED, Slice, at_device, covering
 from piper.state.checkpoint.tensor_files import Reader, Writer, write_file
-from piper.state.device.bucket_layout import Fragment
+from piper.state.device.bucket_layout import BucketLayout, Fragment
 from piper.state.device.device_state import DeviceState, HeldBucket
 from piper.state.device.optimizer_groups import export_groups
 from piper.state.device.restore import settle, wanted
 from piper.state.optimizer.factory import kind_of
 
 
-def given_by(state: DeviceState, buffers: Collection[str]) -> Part:
-    """This device's contribution to the state, with the ``buffers`` assigned to it."""
+def given_by(
+    state: DeviceState,
+    buffers: Collection[str],
+    fragments: Callable[[BucketLayout], Iterable[Fragment]] = lambda layout: layout.written,
+) -> Part:
+    """This device's contribution to the state, with the ``buffers`` assigned to it: its share, or
+    other ``fragments``, of each bucket."""
     slices: list[Slice] = []
     values: list[SavedValue] = []
     buckets: list[int | None] = []
     for index, held in state.held.items():
-        for part in held.layout.written:
+        for part in fragments(held.layout):
             slices += held.parameter(part)
             slices += _like_parameter(state, held, part)
             if not part.offset:
