@@ -122,7 +122,7 @@ def _check_code(dag: Dag, step: Step, n: int, run: set[tuple[int, int]]) -> None
             for i, name in enumerate(piece.parameters):
                 shape = list(code.parameters[name].shape)
                 if (rule := dag.shard(place, name)) is not None:
-                    shape[rule.dim] //= rule.ways
+                    shape[rule.dim] = -(-shape[rule.dim] // rule.ways)  # the last may be padded
                 if list(made.specs[Ref(Kind.PARAMETER, i)].shape) != shape:
                     raise MalformedError(f"it does not take {name} as {shape}")
 

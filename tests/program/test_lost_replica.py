@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import piper
+from piper.models import DenseConfig, DenseTransformer
 from piper.program.rerouted import rerouted
 from piper.strategies.lost_replica import without_replica
 from tests.scripts.cases import SEQ, VOCAB, Net, mean_loss
@@ -31,7 +32,9 @@ MESHES: list[dict[str, Any]] = [
     {"pp": 2, "dp": 6, "ep": 2, "zero": 1, "expert_zero": 1, "microbatches": 4},
     {"pp": 2, "dp": 4, "ep": 2, "schedule": "dualpipev", "microbatches": 4},
     {"dp": 4, "zero": 3, "within": 2, "microbatches": 2},
-    {"pp": 2, "dp": 3, "tp": 2, "parameters": {"head": 0}, "regions": "layer", "zero": 1},
+    {"pp": 2, "dp": 3, "tp": 2, "parameters": {"head": 0}, "microbatches": 2, "zero": 1},
+    {"pp": 2, "dp": 2, "tp": 2, "sequence_parallel": True, "schedule": "zb-v", "microbatches": 4},
+    {"dp": 3, "cp": 2, "microbatches": 2, "zero": 3},
 ]  # fmt: skip
 """Every schedule and every level of ZeRO, with 2 to 4 replicas."""
 
@@ -44,10 +47,12 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 @functools.cache
-def captured() -> piper.Capture:
+def captured(*, dense: bool = False) -> piper.Capture:
     torch.manual_seed(0)
     (x, y), *_ = batches()
-    model = Net(dropout=0.2)
+    model: torch.nn.Module = Net(dropout=0.2)
+    if dense:
+        model = DenseTransformer(DenseConfig(VOCAB, dim=8, layers=2, heads=2, mlp_dim=12))
     return piper.capture(model, inputs=(x,), targets=(y,), loss=mean_loss, optimizer=sgd)
 
 
@@ -63,7 +68,8 @@ def trained(program: piper.Program) -> Iterator[Tensor]:
 @pytest.mark.cases(fast=1, slow=24)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_rest_trains_alike(mesh: dict[str, Any]) -> None:
-    whole = captured().compile(piper.strategies.mesh(**mesh))
+    dense = ("tp" in mesh or "cp" in mesh) and "parameters" not in mesh
+    whole = captured(dense=dense).compile(piper.strategies.mesh(**mesh))
     found = rerouted(whole)
     lost = set(found.replicas[-1])
     assert set(found.program.devices) == set(whole.devices) - lost
