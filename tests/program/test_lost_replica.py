@@ -52,7 +52,7 @@ def captured(*, dense: bool = False) -> piper.Capture:
     (x, y), *_ = batches()
     model: torch.nn.Module = Net(dropout=0.2)
     if dense:
-        model = DenseTransformer(DenseConfig(VOCAB, dim=8, layers=2, heads=2, mlp_dim=12))
+        model = DenseTransformer(DenseConfig(vocab=VOCAB, dim=8, layers=4, heads=2, mlp_dim=12))
     return piper.capture(model, inputs=(x,), targets=(y,), loss=mean_loss, optimizer=sgd)
 
 
