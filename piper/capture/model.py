@@ -36,6 +36,7 @@ from piper.capture.loss.loss_checks import refuse_uncallable
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss, loss_or_own
 from piper.capture.loss.row_mixing import RowMixing
+from piper.capture.repeats.equal_modules import Found
 from piper.capture.repeats.folds import NotFolded
 from piper.capture.shard.local_chunks import Sharding
 from piper.capture.shard.segments import segmented
@@ -88,6 +89,8 @@ class Captured:
     """Which modules were traced once for all their equals, or why they were not."""
     repeated: int = 0
     """How many calls of modules were not traced, but are copies of an equal module's operations."""
+    found: Found = field(default_factory=Found)
+    """What the trace has found of the model's equal modules, for later traces."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -146,7 +149,7 @@ def capture(
     outputs: Outputs | None = None,
     precision: str = Precision.FP32.value,
     passes: Passes | None = None,
-    repeats: bool = True,
+    found: Found | None = None,
 ) -> Captured:
     """Turn ``model`` and ``loss`` into chunks whose passes are pure functions.
 
@@ -157,7 +160,7 @@ def capture(
     has the default. ``outputs`` selects results of the step beside the loss from the model's
     output. ``precision`` "bf16" computes with bf16 parameters and inputs, "fp32" with the model's
     own dtypes. ``passes`` caches the programs of joint graphs; callers can share it.
-    Without ``repeats``, equal modules are traced one by one.
+    ``found`` is that of an earlier capture of the model, with other rows or in the other mode.
     """
     chosen = compiler_named(compiler)
     policy = chosen.remat if remat is None else choice("remat", remat, RematPolicy, CaptureError)
@@ -180,7 +183,7 @@ def capture(
             outputs,
             kind,
             passes or Passes(),
-            repeats,
+            Found() if found is None else found.copied(),
         )
 
 
@@ -195,6 +198,7 @@ def trace(
     device: torch.device | str | None,
     outputs: Outputs | None,
     precision: str,
+    found: Found | None,
 ) -> str:
     """A digest of what ``capture`` would trace, to compare with ``Captured.traced``."""
     with _tracing():
@@ -207,6 +211,7 @@ def trace(
             device_of(model, device),
             outputs,
             choice("precision", precision, Precision, CaptureError).dtype,
+            Found() if found is None else found.copied(),
         )
         return trace_text(request)
 
@@ -234,11 +239,11 @@ def _capture(
     outputs: Outputs | None,
     precision: Precision,
     passes: Passes,
-    repeats: bool,
+    found: Found,
 ) -> Captured:
+    dtype = precision.dtype
     exported, pieces = _exported(
-        TraceRequest(model, example, loss, tags, microbatches, where, outputs, precision.dtype),
-        repeats,
+        TraceRequest(model, example, loss, tags, microbatches, where, outputs, dtype, found)
     )
     trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     if isinstance(loss, nn.Module):
@@ -265,12 +270,13 @@ def _capture(
         mixing=exported.mixing,
         tracing=exported.tracing,
         repeated=exported.repeated,
+        found=found,
     )
 
 
-def _exported(request: TraceRequest, repeats: bool) -> tuple[Exported, Cut]:
+def _exported(request: TraceRequest) -> tuple[Exported, Cut]:
     """The exported step, and its chunks."""
-    traced = export(request, repeats)
+    traced = export(request)
     try:
         exported = exported_of(traced, request, folded=True)
         return exported, unfolded(cut(exported), exported.folds)

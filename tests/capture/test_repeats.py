@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture.model import Captured, capture
+from piper.capture.repeats.equal_modules import Found
 from tests.training import assert_same as assert_equal_runs
 from tests.training import compiled, pipeline, plain, train
 
 LAYERS = 6
+ONE_BY_ONE = Found(unequal="a test wants it so")
 
 
 class Block(nn.Module):
@@ -34,6 +36,17 @@ class Block(nn.Module):
 class ReadsNumber(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (2.0 if self.index == 3 else 1.0)
+
+
+class Flagged(Block):
+    """Reads a number that few of them have."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.doubles = int(index == 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.doubles else 1.0)
 
 
 class Counts(Block):
@@ -152,6 +165,24 @@ class Numbers(Model):
         for i, layer in enumerate(self.layers):
             x = layer(x, scale=float(i))
         return x
+
+
+class Converting(Block):
+    """A conversion that changes nothing renames its input for all that follows."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        bias = bias.to(x.dtype)
+        return super().forward(x) + bias
+
+
+class Converts(Model):
+    """Its first block and its loss read what all others convert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.first(x)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x + bias
 
 
 class Scales(Block):
@@ -311,6 +342,24 @@ class Counting(AskingShared):
         return super().forward(x)
 
 
+class Finding(Block):
+    """Finds its place in the model."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.parents: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.parents[0].layers[3] is self else 1.0)
+
+
+class Parental(Model):
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__(kind)
+        for layer in self.layers:
+            layer.parents.append(self)
+
+
 class Growing(Model):
     """Each block reads a mask that takes one more operation on the batch than that before."""
 
@@ -331,7 +380,7 @@ def captures(model: nn.Module, **options: object) -> tuple[Captured, Captured]:
     """``model`` captured with equal modules traced once, and one by one."""
     x = torch.randn(4, 8)
     how = {"inputs": (x,), "targets": (x,), "loss": F.mse_loss, "microbatches": 2, **options}
-    once, each = (capture(model, **how, repeats=repeats) for repeats in (True, False))
+    once, each = (capture(model, **how, found=found) for found in (None, ONE_BY_ONE))
     assert each.repeated == 0
     return once, each
 
@@ -377,6 +426,9 @@ def assert_same(one: Captured, two: Captured) -> None:
         (Model, NoGrad, 0),
         (Model, Appends, 0),
         (Tied, Block, 0),
+        (Model, Flagged, 3),
+        (Converts, Converting, LAYERS - 2),
+        (Parental, Finding, 0),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -391,6 +443,22 @@ def test_the_step_is_the_same(
     once, each = captures(model(kind), tags=tags)
     assert_same(once, each)
     assert once.repeated == repeated
+
+
+@pytest.mark.parametrize(("model", "kind"), [(Model, Block), (Holds, Biased), (Scaling, Biased)])
+def test_a_later_trace_does_not_compare_the_modules_again(
+    model: type[Model], kind: type[Block]
+) -> None:
+    x = torch.randn(4, 8)
+    how = {"inputs": (x,), "targets": (x,), "loss": F.mse_loss, "tags": {"layers.*": "layer"}}
+    network = model(kind)
+    first = capture(network, **how, microbatches=2)
+    for microbatches in (1, 2):
+        later = capture(network, **how, microbatches=microbatches, found=first.found)
+        alone = capture(network, **how, microbatches=microbatches)
+        assert_same(later, alone)
+        assert later.traced == alone.traced
+        assert later.repeated == alone.repeated + 1
 
 
 def test_tags_inside_of_equal_modules_are_numbered_as_entered() -> None:
@@ -446,10 +514,10 @@ def test_a_model_that_reads_the_weights_of_its_blocks() -> None:
     assert once.repeated == 0
 
 
-@pytest.mark.parametrize("repeats", [True, False])
-def test_a_weight_held_in_a_list_is_refused(repeats: bool) -> None:
+@pytest.mark.parametrize("found", [None, ONE_BY_ONE])
+def test_a_weight_held_in_a_list_is_refused(found: Found | None) -> None:
     x = torch.randn(4, 8)
-    how = {"inputs": (x,), "targets": (x,), "loss": F.mse_loss, "repeats": repeats}
+    how = {"inputs": (x,), "targets": (x,), "loss": F.mse_loss, "found": found}
     with pytest.raises(piper.CaptureError, match=r"layers.3.up.weight is read from a list"):
         capture(Holding(Block), **how)
 
@@ -533,7 +601,7 @@ def test_parts_that_differ_in_the_graph_are_not_folded() -> None:
         (Block, "layers.0 to layers.5: 6 equal modules, 2 traced for all"),
         (Counts, "one by one: they change more than their results"),
         (Constant, "one by one: they change a mode, or hold tensors made from Python values"),
-        (ReadsNumber, "every module is traced: index is read"),
+        (ReadsNumber, "every module is traced: no four are equal, for index is read"),
         (Configured, "every module is traced: no four are equal"),
     ],
 )

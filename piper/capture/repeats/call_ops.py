@@ -141,20 +141,18 @@ torch.library.register_fake(
 )
 
 
-def once_if_equal(trace: Callable[[Attempt | None], _T], repeats: bool) -> tuple[_T, str]:
+def once_if_equal(trace: Callable[[Attempt | None], _T], found: Found) -> _T:
     """The result of ``trace`` with calls of equal modules as operations, or, if the modules cannot
-    be proven equal, without, and the reason. An attempt that has found how to trace them is
-    repeated."""
-    unequal, found = "", Found()
-    while repeats and not unequal:
+    be proven equal, without. An attempt that has found how to trace them is repeated."""
+    while not found.unequal:
         attempt = Attempt(found)
         token = _attempt.set(attempt)
         try:
-            return trace(attempt), unequal
+            return trace(attempt)
         except Again:
             continue
         except NotEqual as error:
-            unequal = str(error)
+            found.unequal = str(error)
         finally:
             _attempt.reset(token)
-    return trace(None), unequal
+    return trace(None)

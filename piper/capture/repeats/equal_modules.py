@@ -42,7 +42,8 @@ class Again(NotEqual):
 
 @dataclass(slots=True)
 class Found:
-    """What attempts to trace a model have found of its equal modules."""
+    """What traces of a model have found of its equal modules. A later one, of other rows or in the
+    other mode, begins with it."""
 
     apart: dict[str, str] = field(default_factory=dict)
     """By the first of equal modules, why they are traced one by one."""
@@ -51,6 +52,16 @@ class Found:
     singly: set[str] = field(default_factory=set)
     """By the first of equal modules, those whose calls cannot wait: between them, the model reads
     what they returned, or writes into what they were given. Each is an operation of its own."""
+    read: set[str] = field(default_factory=set)
+    """Whole numbers that equal modules read, by path in the module: these may not differ."""
+    compared: set[tuple[str, ...]] = field(default_factory=set)
+    """Equal modules of which the last was traced too, and has the operations of the first."""
+    unequal: str = ""
+    """Why every module is traced, if the modules could not be proven equal."""
+
+    def copied(self) -> Found:
+        kept = map(set[Any], (self.shown, self.singly, self.read, self.compared))
+        return Found(dict(self.apart), *kept, self.unequal)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,19 +119,19 @@ def equal_modules(model: nn.Module, found: Found) -> list[Siblings]:
         for siblings in kinds.values():
             if len(siblings) >= FEWEST:
                 alone = [(path, m) for path, m in siblings if _owns_its_tensors(m, uses)]
-                equal = _groups(alone)
+                equal = _groups(alone, found.read)
                 groups += equal
                 whole |= {x for g in equal if g.paths[0] not in found.apart for x in g.paths}
     return groups
 
 
-def _groups(siblings: list[tuple[str, nn.Module]]) -> list[Siblings]:
+def _groups(siblings: list[tuple[str, nn.Module]], read: set[str]) -> list[Siblings]:
     found: list[tuple[State, list[tuple[str, nn.Module]], set[str]]] = []
     for path, module in siblings:
         state = state_of(module)
         for first, members, differing in found:
             apart = _difference(first, state)
-            if apart is not None:
+            if apart is not None and apart.isdisjoint(read):
                 members.append((path, module))
                 differing |= apart
                 break

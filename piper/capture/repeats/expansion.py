@@ -77,6 +77,7 @@ class _Expansion:
         self.names = _Names()
         self.runs = repeats.runs if repeats is not None else []
         self.source = program.graph
+        _drop_empty(self.source)
         self.specs = program.graph_signature.input_specs
         self.twins = repeats.twins if repeats is not None else {}
         tensors = [s for s in self.specs if s.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
@@ -291,6 +292,27 @@ class _Names:
         """Leave out the numbers of operations like ``nodes``, this many times."""
         for node in nodes:
             self._skipped[_SUFFIX.sub("", node.name)] += times
+
+
+def _drop_empty(graph: fx.Graph) -> None:
+    """Drop torch's checks of dtypes, and conversions that neither convert nor copy. Which of them
+    there are depends on what was traced before: such a conversion returns its input, which then has
+    the name of the conversion for all that follows."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node.target in _CONVERSIONS and graph.output_node() not in node.users:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            before, after = ((x.dtype, x.device) for x in (source.meta["val"], node.meta["val"]))
+            how = (*node.args[1:], *node.kwargs.values())
+            copies = any(x is True or isinstance(x, torch.memory_format) for x in how)
+            if before == after and not copies:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+
+
+_CONVERSIONS = (torch.ops.aten.to.dtype, torch.ops.aten.to.device, torch.ops.aten.to.dtype_layout)
 
 
 def _mark(node: fx.Node) -> int:

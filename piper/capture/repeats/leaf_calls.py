@@ -36,6 +36,7 @@ from piper.capture.repeats.call_ops import (
 from piper.capture.repeats.call_runs import RefuseReads, WaitingCalls
 from piper.capture.repeats.equal_modules import (
     Again,
+    Found,
     NotEqual,
     Siblings,
     State,
@@ -108,6 +109,8 @@ class Repeats:
         """The paths of all parameters and buffers, in torch's order."""
         self.twins: dict[str, str] = {}
         """For each hidden tensor, the same tensor of the first equal module."""
+        self.compared: set[tuple[str, ...]] = set()
+        """As in ``Found``: these that this attempt compares."""
 
     @property
     def results(self) -> list[Tensor]:
@@ -133,10 +136,17 @@ class Repeats:
 
     def check(self) -> None:
         """Refuse reads that ended no trial, or came after it."""
-        if self.stopped is not None:
-            raise self.stopped
-        if self._reads:
-            raise NotEqual(f"{self._reads[0].removeprefix('.')} is read")
+        if self._reads or self.stopped is not None:
+            raise self.failure(f"{self._reads[0].removeprefix('.')} is read" if self._reads else "")
+
+    def failure(self, error: object) -> NotEqual:
+        """Why an attempt that ended with ``error`` cannot go on. If a number was read in which
+        modules differ, those with other numbers are not equal to them."""
+        read = {x for group in self.groups for x in group.differing}.intersection(self._reads)
+        if self.stopped is None and read:
+            self._found.read |= read
+            self.stopped = Again(f"{', '.join(sorted(read))} is read")
+        return self.stopped or NotEqual(str(error))
 
     def intercept(self, contexts: ExitStack) -> None:
         """Until ``contexts`` end, calls of equal modules become single operations."""
@@ -154,12 +164,13 @@ class Repeats:
                 self._hide(group, shown, contexts)
 
     def _hide(self, group: Siblings, shown: set[str], contexts: ExitStack) -> None:
-        """Hide all modules of ``group`` but the first, the last and those in ``shown``."""
+        """Hide all modules of ``group`` but the first, those in ``shown`` and the last, if it is
+        to be compared."""
         first = group.members[0]
         named = first.named_parameters, first.named_buffers
         own = [name for of in named for name, _ in of(remove_duplicate=False)]
-        for path, module in list(zip(group.paths, group.members, strict=True))[1:-1]:
-            if path not in shown:
+        for path, module in list(zip(group.paths, group.members, strict=True))[1:]:
+            if path not in shown and not self._compares(group, module):
                 self.twins |= {f"{path}.{name}": f"{group.paths[0]}.{name}" for name in own}
                 hide(module, self._looked, contexts)
 
@@ -214,7 +225,7 @@ class Repeats:
                 if self._surroundings_changed(call.group):
                     self._one_by_one(call, _CHANGED)
                 known = next((x for x in self.variants if _is(x, call, given)), None)
-            if known is not None and call.module is not call.group.members[-1]:
+            if known is not None and not self._compares(call.group, call.module):
                 return self._again(call, known)
             if is_hidden(call.module):
                 self._found.shown.add(call.path)
@@ -222,13 +233,18 @@ class Repeats:
             self._waiting.flush()
             return self._first(call.made_by(self._waiting.now), known, given)
 
+    def _compares(self, group: Siblings, module: nn.Module) -> bool:
+        """Whether a module is traced to compare it with its equals."""
+        return module is group.members[-1] and group.paths not in self._found.compared
+
     def _again(self, call: _Call, known: CallVariant) -> Any:
-        """The results of a module that is called as an equal one was before."""
+        """The results of a module that is called as an equal one was before. The last of them is an
+        operation of its own, so that the graph is that of the trace that compared it."""
         first, path = _tag(known.first), _tag(call.path)
         entered = self._recorder.enter_again(
             known.regions, lambda where: where.replace(first, path)
         )
-        if call.group.paths[0] in self._found.singly:
+        if call.group.paths[0] in self._found.singly or call.module is call.group.members[-1]:
             self._waiting.flush()
             return self._as_operation(call.made_by(self._waiting.now), known, entered)
         tensors = tensors_of(call.arguments)
@@ -265,6 +281,8 @@ class Repeats:
         if known is None:
             self.variants.append(made)
             return made
+        if known.first != call.path:
+            self.compared.add(call.group.paths)
         names = [[region.name for region in x.regions] for x in (known, made)]
         ends = [(x.results, x.form, x.entry) for x in (known, made)]
         if ends[0] != ends[1] or names[0] != names[1]:
@@ -374,12 +392,15 @@ def calls_as_operations(
     repeats.check()
 
 
-def tracing_of(repeats: Repeats | None, unequal: str) -> str:
-    """Which modules were traced once for all their equals. ``unequal`` is the reason if the attempt
-    was given up."""
-    if unequal:
-        return f"every module is traced: {unequal}"
-    return "every module is traced: no four are equal" if repeats is None else str(repeats)
+def tracing_of(repeats: Repeats | None, found: Found) -> str:
+    """Which modules were traced once for all their equals."""
+    if found.unequal:
+        return f"every module is traced: {found.unequal}"
+    if repeats is not None:
+        return str(repeats)
+    read = [name.removeprefix(".") for name in sorted(found.read)]
+    why = f", for {', '.join(read)} is read" if read else ""
+    return f"every module is traced: no four are equal{why}"
 
 
 def _tag(path: str) -> str:

@@ -1,6 +1,6 @@
 """What equal modules read beside their own attributes and their arguments: objects that they share,
 such as a configuration, and the globals and closures of their code. If any of it changes while the
-model runs, each call may compute something else."""
+model runs, each call may compute something else; so it may if a module finds itself among them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import logging
 import random
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -27,12 +28,15 @@ _FIXED = (
     *(Tensor, nn.Module, logging.Logger),
 )
 """Compared by identity alone."""
+_UNKNOWN = (Iterator, random.Random, weakref.ReferenceType, weakref.ProxyTypes)
+"""What they lead to cannot be seen."""
 
 
 class Surroundings:
     """Those of a module."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         owners = [owner for _, owner in submodules(module)]
         self._holders = [vars(owner) for owner in owners]
         self._functions = _functions_of({type(owner) for owner in owners})
@@ -41,7 +45,9 @@ class Surroundings:
         """All of it, as a value to compare with a later one."""
         walk = _Walk()
         shared = [x for own in self._holders for name, x in own.items() if name not in _OF_MODULES]
-        return [walk.of(x) for x in (shared, [list(_read_by(f)) for f in self._functions])]
+        known = [walk.of(x) for x in (shared, [list(_read_by(f)) for f in self._functions])]
+        inside = (x for root in walk.modules for _, x in submodules(root))
+        return object() if any(x is self._module for x in inside) else known
 
 
 class _Walk:
@@ -49,16 +55,19 @@ class _Walk:
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[int, object]] = {}
+        self.modules: list[nn.Module] = []
 
     def of(self, value: object) -> object:
         if isinstance(value, _PLAIN):
             return type(value), repr(value)
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
         if isinstance(value, _FIXED):
             return id(value)
         if id(value) in self._met:
             return self._met[id(value)][0]
         self._met[id(value)] = len(self._met), value  # held, so that its id stays its own
-        if len(self._met) > _MOST or isinstance(value, Iterator | random.Random):
+        if len(self._met) > _MOST or isinstance(value, _UNKNOWN):
             return object()  # equal to nothing
         inside: list[object] = [type(value)]
         if isinstance(value, dict):

@@ -9,7 +9,7 @@ must not differentiate.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -36,7 +36,7 @@ from piper.capture.regions import (
     tags_of,
 )
 from piper.capture.repeats.call_ops import Attempt, once_if_equal
-from piper.capture.repeats.equal_modules import NotEqual
+from piper.capture.repeats.equal_modules import Found
 from piper.capture.repeats.expansion import Expanded, expanded
 from piper.capture.repeats.folds import NotFolded
 from piper.capture.repeats.leaf_calls import calls_as_operations, tracing_of
@@ -65,16 +65,18 @@ class TraceRequest:
     outputs: Outputs | None
     dtype: torch.dtype | None = None
     """If given, it replaces the dtype of floating-point parameters and inputs."""
+    found: Found = field(default_factory=Found)
+    """What earlier traces have found of the model's equal modules; this one adds to it."""
 
 
-def export(request: TraceRequest, repeats: bool) -> Traced:
-    """Trace a model and its loss. Without ``repeats``, equal modules are traced one by one."""
+def export(request: TraceRequest) -> Traced:
+    """Trace a model and its loss."""
 
     def functional(attempt: Attempt | None) -> Traced:
         with function_ops() as functions:
             return _functional(_trace(request, functions, attempt), functions)
 
-    traced, unequal = once_if_equal(functional, repeats)
+    traced = once_if_equal(functional, request.found)
     step = traced.step
     for name in dict.fromkeys(step.seen.frozen):
         warn(
@@ -87,7 +89,10 @@ def export(request: TraceRequest, repeats: bool) -> Traced:
             "repeats what was drawn now. If it is part of the computation, draw it with "
             "torch.rand, or pass it with the batch"
         )
-    return replace(traced, tracing=tracing_of(step.repeats, unequal))
+    tracing = tracing_of(step.repeats, request.found)
+    if step.repeats is not None:
+        request.found.compared |= step.repeats.compared
+    return replace(traced, tracing=tracing)
 
 
 def exported_of(traced: Traced, request: TraceRequest, *, folded: bool) -> Exported:
@@ -113,7 +118,7 @@ def trace_text(request: TraceRequest) -> str:
             trace = _trace(request, functions, attempt)
             return fingerprint(trace.program, trace.whole)
 
-    return once_if_equal(text, True)[0]
+    return once_if_equal(text, request.found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +228,7 @@ def _computation(trace: _Trace) -> Computation:
 def _failure(error: Exception, step: TracedStep, modules: dict[nn.Module, str]) -> Exception:
     """The error to raise. If equal modules were not traced, one that makes capture trace them."""
     if step.repeats is not None and step.repeats.tried:
-        return step.repeats.stopped or NotEqual(str(error))
+        return step.repeats.failure(error)
     return error if isinstance(error, CaptureError) else explain(error, step.seen.running, modules)
 
 

@@ -85,7 +85,6 @@ def roles(traced: Traced, whole: Expanded) -> Exported:
     """Assign a role and the user's name to each input and result of the graph of ``whole``."""
     program, graph = traced.program, whole.graph
     step, paths, names = traced.step, traced.paths, traced.names
-    _drop_asserts(graph)
     _refuse_dynamic(graph, type(step.model).__name__)
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
     parameters: dict[fx.Node, str] = {}
@@ -170,12 +169,6 @@ def _computed_results(graph: fx.Graph) -> tuple[fx.Node, ...]:
     results = output.args[0]
     assert isinstance(results, tuple)
     return results  # type: ignore[return-value]
-
-
-def _drop_asserts(graph: fx.Graph) -> None:
-    for node in reversed(graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            graph.erase_node(node)
 
 
 def _refuse_dynamic(graph: fx.Graph, model: str) -> None:

@@ -15,6 +15,7 @@ from piper.capture.loss.outputs import NamedOutputs
 from piper.capture.loss.own_loss import loss_or_own
 from piper.capture.model import Captured, capture, trace
 from piper.capture.regions import ChosenTags, OwnRegions
+from piper.capture.repeats.equal_modules import Found
 from piper.program.compile.compile_arguments import CompileArguments
 
 _T = TypeVar("_T")
@@ -31,10 +32,15 @@ class Traces:
         self._training: dict[int, Captured] = {}
         self._evaluation: dict[int, Captured] = {}
         self._by_mode: dict[int, bool] = {}
+        self._found: Found | None = None
+        """Of the first trace."""
+        self._began: dict[int, Found | None] = {}
+        """What was found before each training trace."""
 
     def training(self, parts: int) -> Captured:
         """The model traced on one of ``parts`` equal parts of the batch."""
         if parts not in self._training:
+            self._began[parts] = self._found
             self._training[parts] = self._capture(parts, rows=False)
         return self._training[parts]
 
@@ -53,12 +59,12 @@ class Traces:
         return self._by_mode[parts] or self._given.outputs is not None
 
     def _compared(self, parts: int) -> bool:
-        with self._evaluating():
-            evaluation = self._text(parts)
         training = self.training(parts).traced
+        with self._evaluating():
+            evaluation = self._text(parts, self._found)
         if evaluation == training:
             return False
-        if self._text(parts) != training:
+        if self._text(parts, self._began[parts]) != training:
             raise CaptureError(
                 f"{type(self._given.model).__name__} computes something else each time it is "
                 "traced, and the captured step would repeat the first for ever: a number from "
@@ -70,10 +76,12 @@ class Traces:
     def _capture(self, parts: int, *, rows: bool) -> Captured:
         it = self._given
         how = self._how(parts, rows) | {"compiler": it.compiler, "remat": it.remat}
-        return self._tagged(capture, **how, passes=self.passes)
+        made = self._tagged(capture, **how, passes=self.passes)
+        self._found = self._found or made.found
+        return made
 
-    def _text(self, parts: int) -> str:
-        return self._tagged(trace, **self._how(parts, rows=False))
+    def _text(self, parts: int, found: Found | None) -> str:
+        return self._tagged(trace, **{**self._how(parts, rows=False), "found": found})
 
     def _tagged(self, traced: Callable[..., _T], **how: Any) -> _T:
         """The result of ``traced`` on the model with its tags. Chosen tags are given up if the
@@ -97,6 +105,7 @@ class Traces:
             "device": it.device,
             "precision": it.precision,
             "microbatches": parts,
+            "found": self._found,
             "outputs": None if it.outputs is None else NamedOutputs(it.outputs, size),
         }
 
