@@ -427,7 +427,7 @@ def assert_same(one: Captured, two: Captured) -> None:
         (Model, Appends, 0),
         (Tied, Block, 0),
         (Model, Flagged, 3),
-        (Converts, Converting, LAYERS - 2),
+        (Converts, Converting, LAYERS - 3),
         (Parental, Finding, 0),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
@@ -505,6 +505,17 @@ def test_a_change_between_calls_is_seen() -> None:
     once, each = captures(Changes(Scaled))
     assert_same(once, each)
     assert once.repeated == LAYERS - 3
+
+
+def test_a_model_that_looks_into_its_blocks_before_it_calls_them() -> None:
+    class Looks(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            self.layers[3].norm.eps = 1e-3
+            return super().forward(x)
+
+    once, each = captures(Looks(Block))
+    assert_same(once, each)
+    assert once.repeated == 0
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ class Repeats:
         self.stopped: NotEqual | None = None
         """Why this attempt cannot go on, also if the model's code goes on."""
         self.tried = False
-        """Whether a trial began."""
+        """Whether a trial began, or was refused: errors before are the model's own."""
         self.variants: list[CallVariant] = []
         self.runs = attempt.runs
         self.trials: list[Trial] = []
@@ -179,6 +179,7 @@ class Repeats:
             self._stop(NotEqual("the model looks at the tensors or submodules of equal modules"))
 
     def _stop(self, error: NotEqual) -> NoReturn:
+        self.tried = True
         self.stopped = self.stopped or error
         raise error
 
