@@ -9,6 +9,7 @@ traced, an ``Unread`` stands for such a number, and any use of it ends the attem
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import types
@@ -60,8 +61,7 @@ class Found:
     """Why every module is traced, if the modules could not be proven equal."""
 
     def copied(self) -> Found:
-        kept = map(set[Any], (self.shown, self.singly, self.read, self.compared))
-        return Found(dict(self.apart), *kept, self.unequal)
+        return copy.deepcopy(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
