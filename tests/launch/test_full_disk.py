@@ -38,6 +38,7 @@ def fill(path: Path) -> None:
                 continue
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.filterwarnings("ignore::piper.PiperWarning")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("on", ["virtual", pytest.param("processes", marks=pytest.mark.slow)])

@@ -26,11 +26,9 @@ class Published:
     def __init__(self, file: int) -> None:
         """``file`` is the descriptor of the memory; it stays open."""
         self._file = file
-        os.pwrite(
-            file, bytes(HEADER.size), 0
-        )  # on a full disk an error here, and not a signal later
+        os.pwrite(file, bytes(HEADER.size), 0)  # an error on a full disk; the mapping would crash
         self._at = memoryview(mmap.mmap(file, HEADER.size)).cast("q")
-        self._at[PC] = self._at[AWAITED] = NOWHERE
+        self.begin()
         self._known: tuple[Any, int] = None, 0
 
     @staticmethod
@@ -46,7 +44,7 @@ class Published:
 
     def begin(self) -> None:
         """A call begins: no instruction runs yet."""
-        self._at[PC] = NOWHERE
+        self._at[PC] = self._at[AWAITED] = NOWHERE
 
     def end(self, device: WorkerDevice, job: str) -> None:
         """A call ended without an error."""
