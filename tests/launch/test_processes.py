@@ -40,7 +40,6 @@ import piper
 from piper.launch.messages.pickling import by_value
 from piper.runtime.comm.communicators import communicators_of
 from piper.runtime.comm.gloo import Gloo
-from piper.strategies import mesh
 from tests.scripts import faulty
 from tests.scripts.cases import ON_FOUR, ON_ONE, ON_TWO, acting, batches, differences, numbers
 from tests.scripts.faulty import Act
@@ -144,22 +143,14 @@ COMPILERS = {"sympy", "torch._dynamo", "torch._inductor", "torch.distributed.ten
 
 
 def test_workers_import_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even after a step: compilers would take longer to import than all else."""
+    """Not even after a step with an operation of the user's: compilers would take longer to import
+    than all else."""
     (tmp_path / "asked.py").write_text(
         "import sys\n\ndef imported(device):\n    return set(sys.modules)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    x = torch.randn(4, 3)
-    program = piper.compile(
-        nn.Linear(3, 3),
-        mesh(dp=2, zero=1),
-        inputs=(x,),
-        targets=(x,),
-        loss=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters),
-    )
-    with launch(program) as trainer:
-        trainer.step(x, x)
+    with launch(compiled("stages")) as trainer:
+        trainer.step(*batches()[0])
         group: Any = trainer._session.devices
         there = group.call(importlib.import_module("asked").imported)
     assert [modules & COMPILERS for modules in there] == [set(), set()]

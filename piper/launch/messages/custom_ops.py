@@ -52,6 +52,11 @@ def define(modules: tuple[str, ...], script: str | None) -> None:
         importlib.import_module(module)
     if script is not None:
         runpy.run_path(script, run_name="__piper_worker__")
+    made: Any = getattr(torch._library.custom_ops, "OPDEFS", {})
+    for operation in made.values():
+        for kernel in getattr(operation, "_backend_fns", {}).values():
+            if function := getattr(kernel, "__wrapped__", None):
+                function.__dynamo_disable = function  # otherwise its first call imports the tracer
 
 
 def refuse_in_worker() -> None:
