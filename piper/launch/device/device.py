@@ -333,7 +333,10 @@ class WorkerDevice:
         call has begun to change it."""
         self.abandon()
         before, self._loaded = self._loaded, None
-        self._kept = before.state if keep and before and not before.state.changing else None
+        self._kept = None
+        # a GPU may still update what the host has left behind as finished
+        if keep and before and not before.state.changing and before.state.where.type == "cpu":
+            self._kept = before.state
         if before is not None:
             before.close(abandoned=True)
 
