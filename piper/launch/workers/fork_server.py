@@ -118,8 +118,10 @@ class ForkServer:
             self._asked += 1
             message = _MESSAGE.pack(self._asked, _Ask.FORK, self._asked)
             with contextlib.suppress(OSError):  # its status then says that it has ended
+                self._socket.settimeout(None)  # while the server imports, few messages have room
                 socket.send_fds(self._socket, [message], [descriptor])
                 self._workers.add(self._asked)
+            self._socket.settimeout(_BUSY)
             return ForkedProcess(self, self._asked)
 
     def ask(self, what: _Ask, number: int) -> tuple[int, int] | None:
@@ -159,7 +161,6 @@ class ForkServer:
         paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         self._socket, there = socket.socketpair()
-        self._socket.settimeout(_BUSY)
         with there:
             return subprocess.Popen(
                 [sys.executable, "-m", __name__, str(there.fileno()), str(self._folder)],

@@ -7,7 +7,8 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -21,6 +22,9 @@ from piper.launch.messages.pickling import Pickled, by_value, received
 from piper.launch.recovery.fault import Recovery
 from piper.launch.watch.clock import seconds_ahead
 
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Torch's setting for the groups of a process."""
+
 
 class ManyTrainers:
     """The part of a worker group that is the same wherever several processes have a trainer."""
@@ -30,9 +34,11 @@ class ManyTrainers:
     def __init__(self, timeout: float) -> None:
         """``timeout`` is the seconds that one collective may take."""
         _refuse_alone()
-        _join(timeout)
+        seconds = timedelta(seconds=timeout)
+        with _few_connections():
+            _join(timeout)
+            self._objects = dist.new_group(backend="gloo", timeout=seconds)
         self.rank, self.trainers = dist.get_rank(), dist.get_world_size()
-        self._objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def once(self, call: Callable[..., T], *mine: Any) -> T:
         first = self.rank == 0
@@ -91,6 +97,19 @@ def _accepted(answer: Any) -> Any:
     if isinstance(answer, Refusal):
         raise PiperError(answer.why)
     return answer
+
+
+@contextmanager
+def _few_connections() -> Iterator[None]:
+    """Inside, torch makes groups over gloo whose ranks connect when they first talk: to about
+    2 log(n) others. Otherwise each connects to all n."""
+    before = os.environ.get(_LAZY)
+    os.environ.setdefault(_LAZY, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
 
 
 def _join(timeout: float) -> None:
