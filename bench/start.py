@@ -3,11 +3,12 @@
     python bench/start.py                       # 8, 64 and 128 workers
     python bench/start.py --workers 8 16 --programs dp
 
-Each case launches one program and closes it without a step. "seconds" is the time of ``piper.launch``, "worker CPU" the CPU time of
-all processes that it starts, and "parent CPU" its own, each divided by the number of workers.
-"MB" is the proportional share of memory (PSS) of all of them, divided likewise. "sent" are the
-bytes of all messages to one worker, without the weights, which workers map from one file. The
-connections are those of gloo, of one worker: a full mesh within each of its communicators.
+Each case launches one program and closes it without a step. "seconds" is the time of
+``piper.launch``, "worker CPU" the CPU time of all processes that it starts, and "parent CPU" its
+own, each divided by the number of workers. "MB" is the proportional share of memory (PSS) of all of
+them, divided likewise. "sent" are the bytes of all messages to one worker, without the weights,
+which workers map from one file. The connections are those of gloo, of one worker: a full mesh
+within each of its communicators.
 """
 
 from __future__ import annotations
