@@ -69,19 +69,6 @@ def named_arguments(
     return decorate
 
 
-class Where(Enum):
-    """The values of ``on=``."""
-
-    VIRTUAL = "virtual"
-    """All devices in this process."""
-    PROCESSES = "processes"
-    """One process per device, on this machine."""
-    TORCHRUN = "torchrun"
-    """This process is one device; ``torchrun`` started the others."""
-    RAY = "ray"
-    """One process per device, on the machines of a Ray cluster."""
-
-
 class Recover(Enum):
     """The values of ``recover=``."""
 

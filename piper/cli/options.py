@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from piper.base.arguments import Where
+from piper.launch.launchers import Where
 
 if TYPE_CHECKING:
     from piper.cost.cluster import Cluster
@@ -55,9 +55,7 @@ DeviceName = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 On = Annotated[
     Where,
-    typer.Option(
-        "--on", help="The launcher: virtual devices, processes, torchrun ranks, or a Ray cluster."
-    ),
+    typer.Option("--on", help="The launcher, which starts the devices."),
 ]
 LaunchOptions = Annotated[
     list[str] | None,

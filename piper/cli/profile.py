@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
-from piper.base.arguments import Where
 from piper.cli.options import (
     AsJson,
     ClusterOption,
@@ -23,6 +22,7 @@ from piper.cli.options import (
     cluster_of,
 )
 from piper.cli.output import Output
+from piper.launch.launchers import Where
 
 
 def profile(

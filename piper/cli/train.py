@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from piper.base.arguments import Where
 from piper.base.errors import PiperError
 from piper.base.units import nbytes_of
 from piper.cli.options import (
@@ -25,6 +24,7 @@ from piper.cli.options import (
     StrategyFile,
 )
 from piper.cli.output import Output
+from piper.launch.launchers import Where
 
 if TYPE_CHECKING:
     from piper.launch.trainer.step_result import StepResult

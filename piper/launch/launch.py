@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from piper.base.arguments import Recover, Where, choice
+from piper.base.arguments import Recover, choice
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.base.units import class_text, seconds_of
 from piper.launch.device.worker_group import WorkerGroup
-from piper.launch.launch_options import Options, RayOptions, TorchrunOptions, WorkerOptions
+from piper.launch.launchers import LAUNCHERS, Options, Where
 from piper.launch.messages.calling_group import CallingGroup
 from piper.launch.messages.custom_ops import refuse_in_worker
-from piper.launch.on_ray.ray_group import RayWorkerGroup
 from piper.launch.recovery.policy import Policy
 from piper.launch.recovery.recovering_group import RecoveringGroup
 from piper.launch.recovery.replace import Replace
@@ -24,9 +22,6 @@ from piper.launch.recovery.restart import Restart
 from piper.launch.running import start
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.trainer import Trainer
-from piper.launch.workers.processes import ProcessWorkerGroup
-from piper.launch.workers.torchrun import TorchrunWorkerGroup
-from piper.launch.workers.virtual import VirtualWorkerGroup
 from piper.program.compile.stages import Stages
 from piper.program.program import Program
 
@@ -41,14 +36,14 @@ def launch(
 ) -> Trainer:
     """Start the devices of ``program`` and return a trainer, to be used in a ``with`` block.
 
-    ``on`` is "virtual", "processes", "torchrun" or "ray". ``shapes`` is the number of batch shapes
-    allowed besides the example's; each gets its own program, compiled at the first such batch.
-    After a second a terminal shows what is done; ``progress`` says whether to show it. ``options``
-    are specific to the launcher (``launch_options.py``): for those with processes ``timeout``
-    (seconds, or "5min", that any operation may take) and ``share_gpus`` (several processes may
-    share a GPU); for "processes" and "ray" ``restarts`` (how often a run goes on after workers
-    die, fail or hang) and ``recover`` (how); on GPUs ``cuda_graphs`` (capture a step once and
-    replay it) and ``shake`` (a seed: delay streams at random to find races).
+    ``on`` names a launcher, such as "virtual", "processes", "torchrun" or "ray". ``shapes`` is the
+    number of batch shapes allowed besides the example's; each gets its own program, compiled at the
+    first such batch. After a second a terminal shows what is done; ``progress`` says whether to
+    show it. ``options`` are specific to the launcher (``launchers.py``): for those with processes
+    ``timeout`` (seconds, or "5min", that any operation may take) and ``share_gpus`` (several
+    processes may share a GPU); for "processes" and "ray" ``restarts`` (how often a run goes on
+    after workers die, fail or hang) and ``recover`` (how); on GPUs ``cuda_graphs`` (capture a step
+    once and replay it) and ``shake`` (a seed: delay streams at random to find races).
     """
     if not isinstance(program, Program):
         raise PiperError(
@@ -78,23 +73,18 @@ def launch(
         return Trainer(group, programs)
 
 
-_LAUNCHERS: dict[Where, tuple[Callable[[Any], WorkerGroup], type[Options]]] = {
-    Where.VIRTUAL: (VirtualWorkerGroup, Options),
-    Where.PROCESSES: (ProcessWorkerGroup, WorkerOptions),
-    Where.TORCHRUN: (TorchrunWorkerGroup, TorchrunOptions),
-    Where.RAY: (RayWorkerGroup, RayOptions),
-}
 _TIMES = ("timeout", "start_timeout", "mirror", "stall")
 """Options that are times, such as 30 or "5min"."""
 
 
 def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
-    launcher, kind = _LAUNCHERS[choice("on", on, Where)]
-    _refuse_unknown(on, options, kind)
+    launcher = LAUNCHERS[choice("on", on, Where)]
+    _refuse_unknown(on, options, launcher.options)
     times = {name: seconds_of(name, options[name]) for name in _TIMES if name in options}
     _refuse_count("restarts", options.get("restarts", 0))
     _check_recover(on, options)
-    return launcher(kind(**{**options, **times}))
+    group: WorkerGroup = launcher.worker_group()(launcher.options(**{**options, **times}))
+    return group
 
 
 def _policy(recover: Recover, program: Program) -> Policy:

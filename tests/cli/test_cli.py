@@ -26,7 +26,7 @@ from piper.base.units import nbytes_of, seconds_of
 from piper.cli.app import app
 from piper.cli.options import cluster_of
 from piper.cli.scripts import job_in, meshed
-from piper.launch.launch import Where
+from piper.launch.launchers import Where
 from piper.program.job_settings import job_with, settings_text
 from piper.strategies import mesh
 from tests.strategies.test_strategy_errors import MISTAKES, Mistake

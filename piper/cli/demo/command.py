@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from piper.base.arguments import CompilerName, Where
+from piper.base.arguments import CompilerName
 from piper.cli.output import Output
+from piper.launch.launchers import Where
 
 
 def demo(
@@ -20,7 +21,7 @@ def demo(
     ] = 4,
     zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO level of the replicas.")] = 1,
     on: Annotated[
-        Where, typer.Option(help="What a device is: virtual devices, processes, or torchrun ranks.")
+        Where, typer.Option(help="The launcher, which starts the devices.")
     ] = Where.VIRTUAL,
     compiler: Annotated[CompilerName, typer.Option(help="Runs the chunks.")] = CompilerName.EAGER,
     seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from piper.base.arguments import CompilerName, Where
+from piper.base.arguments import CompilerName
 from piper.capture.model import capture
 from piper.cli.demo.layers import lm_loss
 from piper.cli.demo.moe import MoEConfig, MoETransformer
 from piper.cli.demo.text_data import ByteBatches, stdlib_bytes
 from piper.launch.launch import launch
+from piper.launch.launchers import Where
 from piper.launch.trainer.trainer import Trainer
 from piper.program.chunk_table import chunk_table
 from piper.program.compile.compiler import compile

@@ -23,7 +23,7 @@ from piper.launch.device.loaded_device import LoadedDevice
 from piper.launch.device.next_state import NextState
 from piper.launch.device.report import ProfileKind, Refusal, Report
 from piper.launch.device.step_graph import refuse_uncapturable
-from piper.launch.launch_options import Options
+from piper.launch.launchers import Options
 from piper.launch.state.writing import written_by
 from piper.runtime.comm.protocol import Comm
 from piper.runtime.feeding import rows_read

@@ -12,7 +12,7 @@ import torch
 from piper.base.errors import WorkerError
 from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.device.worker_group import Each, OneTrainer
-from piper.launch.launch_options import WorkerOptions
+from piper.launch.launchers import WorkerOptions
 from piper.launch.messages.calls import Call, dumped
 from piper.launch.messages.pickling import Pickled, sendable
 from piper.launch.workers.first_failure import FailedCall

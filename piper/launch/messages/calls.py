@@ -14,7 +14,7 @@ import cloudpickle
 
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.serialize import program_from_json
-from piper.launch.launch_options import WorkerOptions
+from piper.launch.launchers import WorkerOptions
 from piper.launch.messages.custom_ops import define
 from piper.runtime.torch_flags import Flags
 

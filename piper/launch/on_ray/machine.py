@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from piper.launch.launch_options import WorkerOptions
+from piper.launch.launchers import WorkerOptions
 from piper.launch.messages.calling_group import DeviceAnswers
 from piper.launch.messages.calls import StoreAddress
 from piper.launch.workers.first_failure import CallAnswers, StillWaiting

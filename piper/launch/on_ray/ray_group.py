@@ -22,7 +22,7 @@ import torch
 
 from piper.base.errors import PiperError, WorkerError
 from piper.launch.device.weight_readers import FirstWeights
-from piper.launch.launch_options import RayOptions
+from piper.launch.launchers import RayOptions
 from piper.launch.messages.calling_group import CallingGroup, DeviceAnswers
 from piper.launch.messages.calls import StoreAddress
 from piper.launch.on_ray.machine import Answered, RayMachine, RayMachineFacts

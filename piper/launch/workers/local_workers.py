@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from piper.base.errors import WorkerError
-from piper.launch.launch_options import WorkerOptions
+from piper.launch.launchers import WorkerOptions
 from piper.launch.messages.calls import StoreAddress, WorkerTask, dumped
 from piper.launch.status.stopped import is_stopped
 from piper.launch.workers.first_failure import CallAnswers

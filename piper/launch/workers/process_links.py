@@ -14,7 +14,7 @@ from piper.base.errors import PiperError
 from piper.capture.code.codegen import Runners
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.next_state import NextState
-from piper.launch.launch_options import ProcessOptions
+from piper.launch.launchers import ProcessOptions
 from piper.launch.watch.watchdog import Watchdog
 from piper.runtime.comm.gloo import Gloo, Peers
 from piper.runtime.comm.nccl import Nccl

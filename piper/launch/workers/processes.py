@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from piper.launch.device.weight_readers import FirstWeights
-from piper.launch.launch_options import WorkerOptions
+from piper.launch.launchers import WorkerOptions
 from piper.launch.messages.calling_group import CallingGroup, DeviceAnswers
 from piper.launch.workers.first_failure import CallAnswers, StillWaiting
 from piper.launch.workers.local_workers import LocalWorkers

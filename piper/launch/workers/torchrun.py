@@ -22,7 +22,7 @@ from piper.launch.device.device import WorkerDevice
 from piper.launch.device.driving import alone
 from piper.launch.device.local_devices import COMPUTING, STARTING, LocalDevices
 from piper.launch.device.worker_group import Each
-from piper.launch.launch_options import TorchrunOptions
+from piper.launch.launchers import TorchrunOptions
 from piper.launch.status.published import Published
 from piper.launch.watch.ranks import watched_ranks
 from piper.launch.workers.many_trainers import ManyTrainers

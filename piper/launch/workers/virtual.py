@@ -14,7 +14,7 @@ from piper.launch.device.driving import InTurns
 from piper.launch.device.local_devices import LocalDevices
 from piper.launch.device.next_state import NextState
 from piper.launch.device.worker_group import BatchRows, OneTrainer
-from piper.launch.launch_options import Options
+from piper.launch.launchers import Options
 from piper.runtime.comm.loopback import Hub, Loopback
 from piper.state.checkpoint.slices import Slice
 from piper.state.device.resharding import copied

@@ -1,10 +1,15 @@
-"""The options of ``launch``, said once: a launcher takes those of its class, and sends them to its
-workers as they are."""
+"""The launchers: the name of each for ``on=``, its options and its worker group.
+
+A launcher takes the options of its class, and sends them to its workers as they are. Nothing here
+needs torch: the command line reads the names. A worker group is imported when it is launched.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 
@@ -81,3 +86,37 @@ class TorchrunOptions(ProcessOptions):
     check_batches: int = 100
     """The first three batches are compared, then every n-th, each with the optimizer's settings; 0
     compares none."""
+
+
+class Where(Enum):
+    """The values of ``on=``."""
+
+    VIRTUAL = "virtual"
+    """All devices in this process."""
+    PROCESSES = "processes"
+    """One process per device, on this machine."""
+    TORCHRUN = "torchrun"
+    """This process is one device; ``torchrun`` started the others."""
+    RAY = "ray"
+    """One process per device, on the machines of a Ray cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """What ``on=`` selects."""
+
+    group: str
+    """Its ``WorkerGroup``, which is made of the options: a module in this package, and a class."""
+    options: type[Options]
+
+    def worker_group(self) -> Any:
+        """The class of its worker group."""
+        return pkgutil.resolve_name(f"piper.launch.{self.group}")
+
+
+LAUNCHERS: Mapping[Where, Launcher] = {
+    Where.VIRTUAL: Launcher("workers.virtual:VirtualWorkerGroup", Options),
+    Where.PROCESSES: Launcher("workers.processes:ProcessWorkerGroup", WorkerOptions),
+    Where.TORCHRUN: Launcher("workers.torchrun:TorchrunWorkerGroup", TorchrunOptions),
+    Where.RAY: Launcher("on_ray.ray_group:RayWorkerGroup", RayOptions),
+}
