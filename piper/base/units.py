@@ -1,9 +1,11 @@
-"""Formats times, sizes, counts and the classes of values, and parses times and sizes."""
+"""Formats times, sizes, counts, numbers, code and the classes of values, and parses times and
+sizes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 
 from piper.base.errors import PiperError
 
@@ -12,6 +14,7 @@ _SIZES = {
     for power, letter in enumerate("KMGT", start=1)
     for unit, base in ((letter, 1024), (f"{letter}IB", 1024), (f"{letter}B", 1000))
 } | {"": 1, "B": 1}
+_STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 _TIMES = {"": 1.0, "MS": 1e-3, "S": 1.0, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
 
 
@@ -93,3 +96,28 @@ def class_text(item: object) -> str:
     """The class of ``item`` with its article: "a list", "an AdamW"."""
     name = type(item).__name__
     return f"{'an' if name[:1].lower() in set('aeiou') else 'a'} {name}"
+
+
+def wrapped(code: str, indent: str, width: int = 100) -> str:
+    """A line of Python code in lines of at most ``width``, where it can be broken outside strings
+    and dicts. Lines after the first begin with ``indent``."""
+    whole = re.sub(_STRING, _unbroken, code)
+    whole = re.sub(r"\{[^{}]*\}", _unbroken, whole)
+    lines = textwrap.wrap(
+        whole, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).replace("\0", " ")
+
+
+def _unbroken(match: re.Match[str]) -> str:
+    return match[0].replace(" ", "\0")
+
+
+def numbers_code(numbers: Sequence[int]) -> str:
+    """Numbers as Python code: more than four in equal steps upwards as a range."""
+    if len(numbers) > 4 and all(type(number) is int for number in numbers):
+        step = max(numbers[1] - numbers[0], 1)
+        row = range(numbers[0], numbers[-1] + step, step)
+        if list(row) == list(numbers):
+            return repr(row)
+    return repr(list(numbers))

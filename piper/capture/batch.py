@@ -71,10 +71,13 @@ class Batch:
         n = 1 if kwargs else len(args)
         if len(batch) != n + len(targets):
             inputs = f"1 mapping of {', '.join(kwargs)}" if kwargs else _number(n, "input")
+            given = ""
+            if len(batch) == 1 and isinstance(batch[0], Mapping):
+                given = f"1 mapping of {', '.join(map(str, batch[0]))}"
             raise PiperError(
                 f"a batch here is {inputs} and {_number(len(targets), 'target')}, as in the "
-                f"example that was captured; {_number(len(batch), 'value')} given. Give the "
-                "inputs, then the targets"
+                f"example that was captured; {given or _number(len(batch), 'value')} given. Give "
+                f"the inputs, then the targets{', as a tuple' if given and not kwargs else ''}"
             )
         if kwargs and not isinstance(batch[0], Mapping):
             raise PiperError(

@@ -41,12 +41,15 @@ LINE = "piper.line"
 
 
 def explain(
-    error: BaseException, what: str, modules: Mapping[nn.Module, str] | None = None
+    error: BaseException,
+    what: str,
+    modules: Mapping[nn.Module, str] | None = None,
+    given: str = "",
 ) -> CaptureError:
     """A ``CaptureError`` for ``error``, raised in ``what``, that names the user's line.
 
     ``modules`` maps the model's modules to their paths: if no frame is the user's, the error names
-    the module instead.
+    the module instead. ``given`` lists the tensors of the batch.
     """
     for link in _chain(error):
         if isinstance(link, CaptureError):  # Piper's own, wrapped by torch
@@ -71,7 +74,10 @@ def explain(
             f"{what} uses an op that takes functions (control flow such as torch.cond){at}\n"
             "Piper cannot differentiate these: write it with torch.where or other tensor ops"
         )
-    return CaptureError(f"{what} cannot be captured{at}\n{type(error).__name__}: {text}")
+    batch = f"\nit is given {given}, one microbatch on one device" if given else ""
+    if batch and re.search(r"int64|types: Long", text):
+        batch += "; class labels and token ids must be integers, .to(torch.int64)"
+    return CaptureError(f"{what} cannot be captured{at}\n{type(error).__name__}: {text}{batch}")
 
 
 def flex_attention(what: str, at: str = "") -> CaptureError:

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TypeVar
 
 from piper.base.errors import DirectiveError
+from piper.base.units import numbers_code
 
 T = TypeVar("T")
 MOST_DEVICES = 2**20
@@ -86,6 +87,6 @@ class Mesh:
 
     def __str__(self) -> str:
         axes = "".join(f", {name}={size}" for name, size in self.axes)
-        return f"Mesh({list(self.devices)}{axes})"
+        return f"Mesh({numbers_code(self.devices)}{axes})"
 
     __repr__ = __str__

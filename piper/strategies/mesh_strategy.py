@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from piper.base.arguments import choice, named_arguments
-from piper.base.errors import DirectiveError
+from piper.base.errors import DirectiveError, warn
 from piper.base.units import counted
 from piper.ir.mesh import MOST_DEVICES, Mesh
 from piper.strategies.builder import Schedule
@@ -56,8 +56,9 @@ _ELSEWHERE = {
     **{f"{short}_size": short for _, short in _AXES},
     "zero_stage": "zero",
     "fsdp": "zero=3",
-    "gradient_accumulation_steps": "microbatches",
-    "num_microbatches": "microbatches",
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate", "num_microbatches"), "microbatches"
+    ),
     "virtual_stages": "virtual",
 }
 """Names of these arguments in other libraries."""
@@ -147,6 +148,11 @@ def mesh(
         fits = [n for n in range(1, size + 1) if size % n == 0]
         raise DirectiveError(
             f"ep={ep} does not divide the dp * cp * tp = {size} devices of a stage: {fits} do"
+        )
+    if dp * cp == 1 and (zero or expert_zero):
+        warn(
+            f"zero={zero or expert_zero} shards the state over the replicas of a stage, and there "
+            "is one, so nothing is sharded: give dp=, the number of replicas"
         )
     order = _schedule(schedule, pp, microbatches, virtual)
     groups = [_group(rank, pp, dp, cp * tp, layout) for rank in range(pp)]

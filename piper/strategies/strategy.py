@@ -15,7 +15,7 @@ from typing import Any
 
 from piper.base.errors import DirectiveError
 from piper.base.reading import MalformedError, check_limits, file_bytes, parsed, shown
-from piper.base.units import class_text
+from piper.base.units import class_text, wrapped
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.verify_dag import refuse_scattered, verify
 from piper.ir.mesh import Mesh
@@ -113,8 +113,8 @@ class Strategy:
         return Strategy((*self.directives, *other.directives))
 
     def __str__(self) -> str:
-        lines = "".join(f"    {directive},\n" for directive in self.directives)
-        return f"Strategy([\n{lines}])"
+        lines = [wrapped(f"    {directive},", " " * 8) for directive in self.directives]
+        return "\n".join(["Strategy([", *lines, "])"])
 
     def to_json(self) -> list[dict[str, Any]]:
         """The strategy as plain data."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import piper
@@ -81,7 +82,7 @@ COMPILING: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a loss for each element": (
         lambda: compiled(loss=lambda output, y: (output - y) ** 2),
-        r"must return one real scalar \(a mean over the microbatch\)",
+        r"must return one real scalar \(a mean over the microbatch\).*: return its mean, loss.mean",
     ),
     "an optimizer that is made": (
         lambda: compiled(optimizer=adamw(net().parameters())),
@@ -173,6 +174,30 @@ COMPILING: dict[str, tuple[Callable[[], object], str]] = {
         lambda: compiled(gradient_accumulation_steps=4),
         r"'gradient_accumulation_steps': did you mean mesh\(..., microbatches=\)\?",
     ),
+    "accumulated gradients, in short": (
+        lambda: mesh(dp=2, accumulate=4),  # type: ignore[call-arg]
+        r"no argument 'accumulate': did you mean microbatches\?",
+    ),
+    "half precision": (
+        lambda: compiled(fp16=True),
+        r"'fp16': did you mean precision='bf16', which needs no scaler\?",
+    ),
+    "labels in floating point": (
+        lambda: compiled(loss=cross_entropy, targets=(torch.ones(4),)),
+        r"targets\[0\] float32\[2\], one microbatch .*; class labels .* must be integers",
+    ),
+    "a scheduler for an optimizer": (
+        lambda: compiled(optimizer=lambda params: StepLR(adamw(params), 1)),
+        r"to a torch.optim optimizer, .* it returned a StepLR",
+    ),
+    "an optimizer of the model's parameters": (
+        lambda: compiled(optimizer=lambda params: adamw(net().parameters())),
+        r"is for 4 others, .*: make it from the list that the function is given",
+    ),
+    "a model that is frozen": (
+        lambda: compiled(model=net().requires_grad_(False)),
+        r"depends on no trainable parameter: check requires_grad",
+    ),
     "a model for a program": (
         lambda: piper.launch(net()),  # type: ignore[arg-type]
         r"not a Net: piper.launch\(piper.compile\(model, strategy, ...\)\)",
@@ -206,6 +231,10 @@ TRAINING: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     "no target": (
         lambda t, _: t.step(X),
         r"is 1 input and 1 target, .*; 1 value given. Give the inputs, then the targets",
+    ),
+    "a mapping for a pair": (
+        lambda t, _: t.fit([{"x": X, "y": X}]),
+        r"is 1 input and 1 target, .*; 1 mapping of x, y given. Give .*, as a tuple",
     ),
     "another dtype": (
         lambda t, _: t.step(X.double(), X),
@@ -251,6 +280,10 @@ TRAINING: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     "a batch by keywords": (
         lambda t, _: t.step(input_ids=X, labels=X),
         r"'input_ids': did you mean the batch as one mapping, trainer.step\(batch\)\?",
+    ),
+    "an option of a step": (
+        lambda t, _: t.fit([(X, X)], accumulate=4),
+        r"'accumulate': did you mean mesh\(..., microbatches=\), the argument of piper.compile\?",
     ),
     "a list for a tensor": (
         lambda t, _: t.step(X.tolist(), X),
@@ -429,6 +462,11 @@ def test_a_sampler_that_hides_rows_is_warned_of(program: piper.Program) -> None:
         with pytest.warns(piper.PiperWarning, match="DistributedSampler gives 1 of 2 parts"):
             trainer.fit(DataLoader(rows, 4, sampler=half), progress=False)
         trainer.state_dict()
+
+
+def test_zero_without_replicas_is_warned_of() -> None:
+    with pytest.warns(piper.PiperWarning, match="zero=3 shards .* and there is one, .*: give dp="):
+        mesh(pp=2, zero=3)
 
 
 def test_parameters_without_a_gradient_are_warned_of() -> None:

@@ -78,7 +78,8 @@ def _unmarked(it: Dag, mark: int = -1) -> Counter[str]:
 
 def nodes(after: Dag) -> str:
     """The lines of the nodes, without the history."""
-    return textwrap.dedent(str(after).split("\n", len(after.history))[-1])
+    nodes = [line for line in str(after).splitlines() if not line.startswith("#")]
+    return textwrap.dedent("\n".join(nodes))
 
 
 def changed(after: Dag) -> str:

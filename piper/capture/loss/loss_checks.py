@@ -43,9 +43,11 @@ def check_loss(loss: Any) -> tuple[Tensor, ...]:
     good = good and (len(parts) == 1 or not (parts[1].is_complex() or parts[1].dtype == torch.bool))
     if not good or not parts[0].is_floating_point():
         given = [_described(x) for x in parts]
+        many = isinstance(loss, Tensor) and loss.numel() > 1
         raise CaptureError(
             "the loss must return one real scalar (a mean over the microbatch) or a pair of "
             f"scalars (sum, count); it returned {given[0] if len(given) == 1 else given}"
+            f"{': return its mean, loss.mean()' if many else ''}"
         )
     return parts
 

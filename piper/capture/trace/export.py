@@ -8,7 +8,7 @@ must not differentiate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,7 +49,7 @@ from piper.capture.trace.quiet import quiet_tracing
 from piper.capture.trace.refusals import refuse_held, refuse_unsupported
 from piper.capture.trace.skeleton import fake_like, shared_buffers, skeleton_of
 from piper.capture.trace.step import TracedModules, TracedStep, rebound
-from piper.ir.tensors import overlaps
+from piper.ir.tensors import TensorSpec, overlaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _trace(request: TraceRequest, functions: Functions, attempt: Attempt | None)
             program = torch.export.export(step, tuple(example), strict=False)
         check_tags_entered(request.tags, recorder.entered.values())
     except Exception as error:
-        raise _failure(error, step, modules) from error
+        raise _failure(error, step, modules, _given(batch, slices)) from error
     return _Trace(
         step,
         program,
@@ -225,11 +225,22 @@ def _computation(trace: _Trace) -> Computation:
         return of(expanded(trace.program, trace.step.repeats, folded=False))
 
 
-def _failure(error: Exception, step: TracedStep, modules: dict[nn.Module, str]) -> Exception:
+def _failure(
+    error: Exception, step: TracedStep, modules: dict[nn.Module, str], given: str = ""
+) -> Exception:
     """The error to raise. If equal modules were not traced, one that makes capture trace them."""
     if step.repeats is not None and step.repeats.tried:
         return step.repeats.failure(error)
-    return error if isinstance(error, CaptureError) else explain(error, step.seen.running, modules)
+    if isinstance(error, CaptureError):
+        return error
+    return explain(error, step.seen.running, modules, given)
+
+
+def _given(batch: Batch, slices: Sequence[Tensor]) -> str:
+    """The tensors of one microbatch, with their names, for an error."""
+    named = enumerate(slices[:8])
+    shown = [f"{batch.tensor_path(i)} {TensorSpec.of(x)}" for i, x in named]
+    return ", ".join([*shown, *["..."] * (len(slices) > len(shown))])
 
 
 def _free_views(graph: fx.Graph) -> None:

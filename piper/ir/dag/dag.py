@@ -13,6 +13,7 @@ from functools import cached_property
 
 from msgspec import Struct
 
+from piper.base.units import wrapped
 from piper.ir.collectives import Move
 from piper.ir.dag.edges import Edges
 from piper.ir.dag.facts import Model
@@ -277,7 +278,7 @@ def text(dag: Dag, *words: str) -> str:
     """The directives, numbered, then one line per node: number, pass, tags, devices, reads ->
     writes, order edges, and the directive that last changed it. With ``words``, only the node
     lines that contain one of them."""
-    head = [f"# {i}:{directive}" for i, directive in enumerate(dag.history)]
+    head = [wrapped(f"# {i}:{directive}", "#     ") for i, directive in enumerate(dag.history)]
     lines = [f"{i:>3} {_node(dag, node)}" for i, node in enumerate(dag.nodes)]
     if words:
         return "\n".join(line for line in lines if any(word in line for word in words))
@@ -285,11 +286,33 @@ def text(dag: Dag, *words: str) -> str:
 
 
 def group_text(group: Group) -> str:
-    """A group of devices; a long consecutive range as ``first..last``."""
-    if len(group) > 4 and group[-1] - group[0] == len(group) - 1 and group[1] == group[0] + 1:
-        return f"{group[0]}..{group[-1]}"
-    shown = [str(device) for device in group[:8]]
-    return ",".join(shown + ["..."] * (len(group) > 8))
+    """A group of devices, with runs and regular rows of more than four in short: ``0-7,16`` and
+    ``0,8,...,56``. At most eight parts are shown."""
+    parts: list[str] = []
+    at = 0
+    while at < len(group) and len(parts) < 8:
+        end = _row_end(group, at)
+        first, last = group[at], group[end - 1]
+        if end - at <= 4:
+            parts.append(str(first))
+            end = at + 1
+        else:
+            step = group[at + 1] - first
+            parts.append(f"{first}-{last}" if step == 1 else f"{first},{first + step},...,{last}")
+        at = end
+    return ",".join(parts + ["..."] * (at < len(group)))
+
+
+def _row_end(group: Group, at: int) -> int:
+    """The end of the row of equal steps upwards that begins at ``at``."""
+    step = max(group[at + 1] - group[at], 1) if at + 1 < len(group) else 1
+    whole = range(group[at], group[at] + step * (len(group) - at), step)
+    if group[-1] == whole[-1] and group[at:] == tuple(whole):  # fast for thousands of devices
+        return len(group)
+    end = at + 1
+    while end < len(group) and group[end] - group[end - 1] == step:
+        end += 1
+    return end
 
 
 def devices_text(group: Group) -> str:

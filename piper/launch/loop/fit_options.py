@@ -27,6 +27,10 @@ _ELSEWHERE = {
     **dict.fromkeys(("output_dir", "default_root_dir"), "checkpoint"),
     **dict.fromkeys(("save_steps", "save_every"), "every"),
     **dict.fromkeys(("logging_steps", "log_every_n_steps"), "progress"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "accumulate"),
+        "mesh(..., microbatches=), the argument of piper.compile",
+    ),
     "save_total_limit": "keep",
     **dict.fromkeys(("load_best_model_at_end", "save_best", "save_best_only"), "keep_best"),
     "metric_for_best_model": "monitor",

@@ -37,9 +37,10 @@ ELSEWHERE = {
     **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "loss"),
     **dict.fromkeys(("labels", "label"), "targets"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "remat"),
-    **dict.fromkeys(("scaler", "grad_scaler"), "precision='bf16', which needs no scaler"),
+    **dict.fromkeys(("fp16", "scaler", "grad_scaler"), "precision='bf16', which needs no scaler"),
     **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches"), "mesh(..., microbatches=)"
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "accumulate"),
+        "mesh(..., microbatches=)",
     ),
     "batch": "inputs",
 }

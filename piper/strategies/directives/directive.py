@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from piper.base.errors import DirectiveError
+from piper.base.units import numbers_code
 from piper.ir.dag.dag import PASS, Dag
 from piper.ir.dag.filters import Filter, select
 from piper.ir.dag.verify_dag import verify
@@ -89,7 +90,8 @@ class Directive(ABC):
 
     def _written(self, field: str) -> str:
         value = _plain(getattr(self, field))
-        return repr(value) if field in self.positional else f"{field}={value!r}"
+        code = numbers_code(value) if field == "devices" and value else repr(value)
+        return code if field in self.positional else f"{field}={code}"
 
 
 def _at_default(directive: Directive, field: Any) -> bool:
