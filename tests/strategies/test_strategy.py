@@ -134,7 +134,8 @@ def test_ranges_and_tuples_round_trip(directive: Directive) -> None:
 
 
 def test_long_directives_are_wrapped_and_long_groups_are_ranges() -> None:
-    text = str(Strategy([place({}, devices=range(16)), order(*({"MB": i, "PASS": "F"} for i in range(4)))]))
+    forwards = order(*({"MB": i, "PASS": "F"} for i in range(4)))
+    text = str(Strategy([place({}, devices=range(16)), forwards]))
     assert text == textwrap.dedent(
         """\
         Strategy([
