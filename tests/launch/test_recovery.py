@@ -250,8 +250,13 @@ def test_an_unknown_way_to_recover() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::piper.PiperWarning")
+@pytest.mark.parametrize("recover", ["replace", "restart"])
 def test_many_faults(
-    place: Place, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    recover: str,
+    place: Place,
+    pytestconfig: pytest.Config,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """At random instructions; prints the seconds until each was found and until the next step."""
     rng = random.Random(pytestconfig.getoption("--first"))
@@ -265,7 +270,8 @@ def test_many_faults(
     taken: list[float] = []
     found: dict[str, Tensor] = {}
     mirror = rng.choice(["1s", 1e-9])
-    with no_hang(30 * count), campaign(CASE, faults, monkeypatch, mirror=mirror) as trainer:
+    options = {"mirror": mirror, "recover": recover}
+    with no_hang(30 * count), campaign(CASE, faults, monkeypatch, **options) as trainer:
         given = itertools.cycle(batches())
         for step in range(count):
             start = time.perf_counter()

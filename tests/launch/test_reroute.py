@@ -16,7 +16,7 @@ import piper
 from tests.launch.test_processes import Place, no_hang, place
 from tests.launch.test_recovery import Disturbed, disturbed
 from tests.scripts.cases import Net, batches, mean_loss, sum_and_count
-from tests.scripts.fault_at import Fault
+from tests.scripts.fault_at import Fault, chosen
 from tests.training import sgd, shared_captures
 
 __all__ = ["disturbed", "place"]
@@ -100,6 +100,43 @@ def test_the_state_stays_in_memory(disturbed: Disturbed, place: Place) -> None:
             trainer.step(*batches()[i % 2])
     (recovery,) = trainer.recoveries
     assert (recovery.lost, recovery.repeated, recovery.replaced) == ((1, 3), 0, ())
+    place.assert_nothing_left()
+
+
+@pytest.mark.cases(slow=1)
+@pytest.mark.parametrize("name", list(MESHES))
+@pytest.mark.filterwarnings("ignore::piper.PiperWarning")
+def test_lost_devices_return(
+    name: str, place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A switch to the program gives it all of its devices again, and it can lose others."""
+    losses = itertools.product((0, 1, 2), (Fault.KILL, Fault.STOP))
+    faults = [
+        chosen(device, 2 * i, 4, kind, str(tmp_path / f"{i}"))
+        for i, (device, kind) in enumerate(losses)
+    ]
+    monkeypatch.setenv("FAULT_AT", ";".join(faults))
+    given = list(itertools.islice(itertools.cycle(batches()), 2 * len(faults)))
+
+    def run(trainer: piper.Trainer) -> dict[str, Tensor]:
+        found = {}
+        for i, batch in enumerate(given):
+            found[f"loss {i}"] = trainer.step(*batch).loss
+            if i % 2:
+                trainer.switch(trainer.program)
+        return found | trainer.state_dict()
+
+    with piper.launch(program(name)) as trainer:
+        expected = run(trainer)
+    options = {"threads": 1, "recover": "reroute", "restarts": len(faults), "stall": 2.0}
+    imports = ["tests.scripts.fault_at"]
+    with (
+        no_hang(30 * len(faults)),
+        piper.launch(program(name), on="processes", imports=imports, **options) as trainer,
+    ):
+        assert_close(run(trainer), expected)
+    assert len(trainer.recoveries) == len(faults)
+    assert all(recovery.lost for recovery in trainer.recoveries)
     place.assert_nothing_left()
 
 
