@@ -88,7 +88,7 @@ def build(name: str, remat: str) -> Case:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((n, p), marks=pytest.mark.slow if n == "dense" else ())
+        pytest.param((n, p), marks=pytest.mark.thorough if n == "dense" else ())
         for n in ("dense", "moe", "net")
         for p in POLICIES
     ],
@@ -177,6 +177,7 @@ def test_nothing_saved_shares_storage_with_anything_else(case: Case) -> None:
                 assert not shared, f"{trace.chunk.name}: {ref} shares storage with {shared}"
 
 
+@pytest.mark.cases(fast=2, slow=1)
 def test_what_is_consumed_shares_no_storage_with_gradients_that_move_on(case: Case) -> None:
     for trace in run(case):
         moving = {storage(x) for r, x in trace.split.items() if r.kind is Kind.INPUT_GRAD}

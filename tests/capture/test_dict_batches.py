@@ -75,8 +75,8 @@ def test_a_loader_of_dicts_whose_last_batch_is_smaller() -> None:
 @pytest.mark.parametrize(
     ("batch", "pad", "says"),
     [
-        ({"x": example()["x"]}, None, "nothing in place of inputs['labels']"),
-        ({**example(), "id": torch.arange(8)}, None, "inputs['id'] in place of nothing"),
+        ({"x": example()["x"]}, None, "it lacks inputs['labels']"),
+        ({**example(), "id": torch.arange(8)}, None, "it also has inputs['id']"),
         ({k: x[:5] for k, x in example().items()}, None, "A batch has 8 rows here, and this one 5"),
         (example(), {"x": 0}, "each of the 2 tensors of the batch, by name for a dict"),
         (example(), (0, -100), "each of the 2 tensors of the batch, by name for a dict"),
@@ -123,6 +123,7 @@ class Positioned(nn.Module):
         return x
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("strategy", [data_parallel(2, 2), pipeline([[0], [1, 2]], 2)])
 @pytest.mark.parametrize("rows", [4, 8])
 def test_one_row_that_is_for_all(strategy: Any, rows: int) -> None:

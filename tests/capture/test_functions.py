@@ -96,6 +96,7 @@ class Layers(nn.Module):
 ROWS = torch.randn(4, 4), torch.randn(4, 4)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(("by", "programs"), [((2.0, 2.0), 3), ((2.0, 3.0), 4)])
 def test_a_function_trains_by_its_own_backward(by: tuple[float, float], programs: int) -> None:
     """Equal layers share one program; a different number makes them different."""

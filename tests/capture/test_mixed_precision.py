@@ -71,7 +71,7 @@ def step_of(model: nn.Module, **given: Any) -> tuple[piper.Program, Tensor]:
         return program, trainer.step(*batch).loss
 
 
-@pytest.mark.cases(fast=1, slow=9)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("family", ["BERT", "Llama"])
 def test_the_loss_of_a_model_of_its_own_is_that_of_autocast(family: str) -> None:
     """Between 2 and 4, bf16 losses are multiples of 1/64: coarser than the tolerance here."""
@@ -97,6 +97,7 @@ def test_targets_keep_their_precision() -> None:
     ]
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("experts", [False, True])
 def test_what_stages_send_is_bf16(experts: bool) -> None:
     """Operations in fp32 do not turn the residual stream into fp32."""

@@ -93,6 +93,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_evaluation_returns_what_the_model_does(name: str) -> None:
     made = program(STRATEGIES[name])
@@ -213,6 +214,7 @@ def mutants(plan: Plan) -> Iterator[Plan]:
                 yield replace(plan, instructions=rows)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("name", ["data parallel", "two stages of different sizes"])
 def test_plans_say_what_is_returned(name: str) -> None:
     made = program(STRATEGIES[name])

@@ -114,6 +114,7 @@ COLUMNS = {"*.q": "column", "*.k": "column", "*.v": "column", "*.o": "row"}
 ACTIVATION = ROWS * SEQ * DIM * 8
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     ("how", "kind", "sent"),
     [

@@ -434,7 +434,7 @@ def assert_same(one: Captured, two: Captured) -> None:
 )
 @pytest.mark.parametrize(
     "tags",
-    [{}, pytest.param({"layers.*": "layer"}, marks=pytest.mark.slow)],
+    [{}, pytest.param({"layers.*": "layer"}, marks=pytest.mark.thorough)],
     ids=["untagged", "tagged"],
 )
 def test_the_step_is_the_same(
@@ -445,6 +445,7 @@ def test_the_step_is_the_same(
     assert once.repeated == repeated
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(("model", "kind"), [(Model, Block), (Holds, Biased), (Scaling, Biased)])
 def test_a_later_trace_does_not_compare_the_modules_again(
     model: type[Model], kind: type[Block]
@@ -468,6 +469,7 @@ def test_tags_inside_of_equal_modules_are_numbered_as_entered() -> None:
     assert once.repeated == LAYERS - 2
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     "tags",
     [
@@ -482,6 +484,7 @@ def test_regions_that_only_some_of_equal_modules_have(tags: dict[str, str]) -> N
     assert once.repeated == LAYERS - 2
 
 
+@pytest.mark.slow
 def test_a_model_in_evaluation_mode() -> None:
     once, each = captures(Model(Block).eval())
     assert_same(once, each)
@@ -533,6 +536,7 @@ def test_a_weight_held_in_a_list_is_refused(found: Found | None) -> None:
         capture(Holding(Block), **how)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_called_differently() -> None:
     once, each = captures(Numbers(Scales))
     assert_same(once, each)
@@ -556,6 +560,7 @@ def of_tokens(loss: Any) -> dict[str, Any]:
     return {"inputs": (x,), "targets": (y,), "loss": loss, "tags": {"model.layers.*": "layer"}}
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}], ids=["whole", "sliding"])
 def test_a_cache_that_nobody_reads_changes_nothing(options: dict[str, int]) -> None:
     once, each = captures(decoder(**options), **of_tokens(logits_loss))
@@ -570,6 +575,7 @@ def test_a_step_with_a_cache_is_that_without() -> None:
     assert_same(on, replace(off, computation=on.computation))  # the masks are the same
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_read_is_kept() -> None:
     def penalized(output: Any, targets: Tensor) -> Tensor:
         keys = output.past_key_values.layers[3].keys
@@ -580,6 +586,7 @@ def test_a_cache_that_is_read_is_kept() -> None:
     assert once.repeated == 0
 
 
+@pytest.mark.slow
 def test_a_model_with_its_cache_on_trains_as_plain_torch() -> None:
     how = of_tokens(logits_loss)
     batches = [(how["inputs"], how["targets"])] * 2
@@ -597,6 +604,7 @@ def test_writing_into_cached_keys_is_refused() -> None:
         capture(decoder(), microbatches=2, **of_tokens(writing))
 
 
+@pytest.mark.slow
 def test_parts_that_differ_in_the_graph_are_not_folded() -> None:
     tags = {"layers.*": "layer"}
     folded, _ = captures(Model(Block), tags=tags)
@@ -606,6 +614,7 @@ def test_parts_that_differ_in_the_graph_are_not_folded() -> None:
     assert said not in folded.tracing
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

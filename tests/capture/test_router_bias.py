@@ -112,7 +112,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bias_by_load(name: str) -> None:
     microbatches, strategy = STRATEGIES[name]
@@ -143,6 +143,7 @@ def test_bias_by_load(name: str) -> None:
     assert one_device(microbatches, rate=0.0).losses[-1] != expected.losses[-1]
 
 
+@pytest.mark.slow
 def test_what_is_not_the_models_is_refused() -> None:
     x, y = batches()[0]
     program = piper.compile(

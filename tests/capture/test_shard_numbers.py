@@ -111,7 +111,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.cases(fast=2, slow=18)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("how", STRATEGIES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str, how: str) -> None:
@@ -148,7 +148,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
-@pytest.mark.cases(fast=2, slow=14)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("how", STRATEGIES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str, how: str) -> None:
@@ -167,7 +167,7 @@ class Words(nn.Module):
         return self.head(self.words(x))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("strategy", [context(), tensor(words="row"), tensor(words="column")])
 def test_gradients_scaled_by_frequency(strategy: piper.Strategy) -> None:
     torch.manual_seed(0)
@@ -176,6 +176,7 @@ def test_gradients_scaled_by_frequency(strategy: piper.Strategy) -> None:
     assert_alike(model, strategy, flat(F.cross_entropy), x, x)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("wrong", ["words", "targets"])
 def test_numbers_that_no_shard_has_are_refused(wrong: str) -> None:
     x, y = torch.randint(WORDS, (2, ROWS, LENGTH))
@@ -231,6 +232,7 @@ class Wide(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
 
 
+@pytest.mark.slow
 def test_values_of_another_width_than_queries() -> None:
     torch.manual_seed(0)
     assert_alike(Wide().double(), context("all_gather"), F.mse_loss, *batch())
@@ -252,6 +254,7 @@ class Turned(nn.Module):
         return made.unflatten(0, (LENGTH, -1)).transpose(0, 1)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("groups", [([0, 1], [2]), ([0], [1, 2])])
 def test_rows_that_are_not_outermost_do_not_go_between_groups_of_other_size(groups: Any) -> None:
     x = torch.randint(WORDS, (ROWS, LENGTH))
@@ -300,6 +303,7 @@ class Mixture(nn.Module):
         return self.experts(self.first(x), chosen)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("kind", ["sorted", "indexed", "unsorted", "after"])
 def test_biases_of_experts(kind: str) -> None:
     torch.manual_seed(0)

@@ -109,7 +109,7 @@ def test_a_microbatch_that_ignores_all_its_labels() -> None:
     torch.testing.assert_close(found.losses[0], model(**batch).loss)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [

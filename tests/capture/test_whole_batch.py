@@ -134,6 +134,7 @@ def assert_whole(program: piper.Program, loss: Callable[..., Tensor], *given: An
         torch.testing.assert_close(state[name], x, rtol=0, atol=1e-12)
 
 
+@pytest.mark.cases(fast=3, slow=1)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda x: getattr(x, "__name__", type(x).__name__))
 def test_means_over_what_counts_are_those_of_the_whole_batch(loss: Callable[..., Tensor]) -> None:
     x, y = batch()
@@ -173,6 +174,7 @@ def by_a_mean(output: Tensor, y: Tensor) -> Tensor:
     return output.square().sum() * mask.mean() + output.sum() / mask.sum().sqrt()
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize(
     "loss", [summed, halved, of_two, by_rows, of_columns, beside_a_mean, by_a_mean]
 )
@@ -183,6 +185,7 @@ def test_sums_over_rows_are_those_of_the_whole_batch(loss: Callable[..., Tensor]
         assert_whole(captured.compile(strategy), loss, x, y)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -250,6 +253,7 @@ def test_a_count_that_the_caller_gives() -> None:
     assert abs(float(found) - float(entropy(model()(x), y))) < 1e-12
 
 
+@pytest.mark.slow
 def test_metrics_that_are_means_over_what_counts() -> None:
     x, y = batch()
 
@@ -329,6 +333,7 @@ def distances(output: Tensor, y: Tensor) -> Tensor:
     return (z.unsqueeze(0) - z.unsqueeze(1)).square().mean()
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
@@ -347,6 +352,7 @@ def test_a_loss_that_needs_the_whole_batch_is_named(loss: Any, says: str) -> Non
     assert any(f"{Path(__file__).name}:{line + i}" in str(caught[0].message) for i in range(4))
 
 
+@pytest.mark.slow
 def test_batch_normalization_is_named_where_the_batch_is_split() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     x = torch.randn(8, 4)

@@ -157,6 +157,7 @@ def test_check_reads_strategies_from_files(script: str, tmp_path: Path) -> None:
     assert run_json("check", script, "--strategy", path)["plans"] == 2
 
 
+@pytest.mark.slow
 def test_verify_compares_with_plain_pytorch(script: str, tmp_path: Path) -> None:
     text = run("verify", script, "--mesh", TWO, "--steps", 1).stdout
     assert text.startswith("equal up to reduction order: largest difference ")
@@ -259,6 +260,7 @@ def test_show_draws_the_grid_and_writes_pages(script: str, tmp_path: Path) -> No
     assert len(run_json("show", script, "-m", TWO)["schedule"]) == 2
 
 
+@pytest.mark.slow
 def test_simulate_on_a_file_and_on_a_name(script: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(piper.Cluster.of("H100", 4).to_toml())
@@ -359,6 +361,7 @@ def test_a_checkpoint_without_a_position_counts_the_steps_of_all_passes(
     assert found == pytest.approx(whole[8:], rel=1e-6)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(("wrong", "code"), [("raise KeyboardInterrupt", 130), ("x = x[:3]", 1)])
 def test_a_run_that_is_stopped_keeps_its_last_whole_step(
     wrong: str, code: int, script: str, tmp_path: Path
@@ -396,6 +399,7 @@ def test_a_loader_with_a_smaller_last_batch_is_refused_at_once(tmp_path: Path) -
     assert "step 1" not in found.stderr
 
 
+@pytest.mark.slow
 def test_steps_and_epochs_count_the_whole_run(script: str, tmp_path: Path) -> None:
     state, other = tmp_path / "state", tmp_path / "other"
     how = ("train", script, "-m", TWO)

@@ -79,6 +79,7 @@ def experts() -> piper.Program:
 # --- the time of a step --------------------------------------------------------------------------
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8)])
 @pytest.mark.parametrize("synchronous", [False, True])
@@ -384,6 +385,7 @@ def dense() -> piper.Capture:
     return piper.capture(DenseTransformer(config), inputs=(x,), targets=(x,), loss=lm_loss)
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -55,7 +55,7 @@ def assert_saves_alike(program: piper.Program, folder: Path, on: str = "virtual"
 # files
 
 
-@pytest.mark.cases(fast=3)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("name", dict.fromkeys(["pp2-zero1", "zero3", "dp4", *STRATEGIES]))
 def test_the_same_files_as_of_a_plain_save(name: str, tmp_path: Path) -> None:
     assert_saves_alike(made(name), tmp_path)
@@ -69,6 +69,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("optimizer", ["fused", "foreach", "momentum", "factored"])
 def test_with_every_optimizer(optimizer: str, tmp_path: Path) -> None:
     options = {"optimizer": OPTIMIZERS[optimizer], "kind": Small}

@@ -56,6 +56,7 @@ def test_a_disk_that_is_full_during_a_save(on: str, background: bool, disk: Path
             for result in trainer.iterate(batch, resume=resume, **how):
                 assert found.setdefault(trainer.steps, float(result)) == float(result)
                 if trainer.steps == full_after:
+                    trainer.settle_save()
                     fill(disk / "filler")
 
     with pytest.raises(piper.PiperError, match="No space left on device"):

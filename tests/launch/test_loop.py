@@ -241,6 +241,7 @@ def kill(trainer: piper.Trainer) -> None:
         loop._rounds._ending._saved = None
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("steps", [None, 6])
 @pytest.mark.parametrize("kind", ["its own generator", "torch's generator"])
 def test_epochs_resume_where_they_were(kind: str, steps: int | None, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Disturbed:
 CASE = "stages, tied weights, dropout"
 
 
-@pytest.mark.cases(fast=1, slow=5)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("kind", list(Fault))
 @pytest.mark.filterwarnings("ignore::piper.PiperWarning")
 def test_a_fault_in_a_step(kind: Fault, disturbed: Disturbed, place: Place) -> None:

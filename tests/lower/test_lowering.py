@@ -1168,7 +1168,7 @@ def _slips(x: Instruction) -> Iterator[Instruction]:
                 yield structs.replace(x, content=content)
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", [LONG.get(name, name) for name in MADE])
 def test_the_checker_sees_every_slip(name: str) -> None:
     assert not missed(name, slips)

@@ -199,6 +199,7 @@ def test_the_same_as_pytorch_bit_for_bit(make: type[nn.Module], name: str) -> No
     assert_same(train(program, batches()), expected, tolerance)
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("make", [Branches, Twice])
 def test_groups_of_devices(make: type[nn.Module], name: str) -> None:
@@ -208,6 +209,7 @@ def test_groups_of_devices(make: type[nn.Module], name: str) -> None:
     assert_same(train(program, batches()), plain(model, mse_loss, batches(), microbatches=2), 1e-6)
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize("make", MODELS)
 def test_one_device_alone(make: type[nn.Module]) -> None:
     model = built(make)

@@ -260,6 +260,7 @@ def test_a_user_module_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     del sys.modules["the_users_module"]
 
 
+@pytest.mark.slow
 def test_values_of_transformers_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registries are extended and functions replaced where the model is not the user's."""
     transformers = pytest.importorskip("transformers")
@@ -353,6 +354,7 @@ def test_a_hit_is_what_was_compiled(entries: Entries) -> None:
     assert entry.about.what == "Small, 2 devices"
 
 
+@pytest.mark.slow
 def test_a_program_of_a_hit_compiles_batches_of_other_shapes(entries: Entries) -> None:
     compiled()
     with piper.launch(compiled(), on="virtual", shapes=1) as trainer:
@@ -404,6 +406,7 @@ def test_a_program_that_changed_its_globals_is_not_kept(entries: Entries) -> Non
     assert not list(entries)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("name", ["program.json", "graphs.json", "constants.pt", "cached.json"])
 def test_a_damaged_entry_is_compiled_again(entries: Entries, name: str) -> None:
     compiled()
@@ -421,6 +424,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert "not cached: " in compiled().tracing
 
 
+@pytest.mark.slow
 def test_the_oldest_entries_are_removed(entries: Entries, monkeypatch: pytest.MonkeyPatch) -> None:
     for age in (300, 200, 100):
         compiled(seed=age)

@@ -76,7 +76,7 @@ def name(made: Composition) -> str:
     return f"{made.schedule}-pp{made.pp}-dp{made.dp}-ep{made.ep}-zero{made.zero}"
 
 
-@pytest.mark.cases(fast=2, slow=20)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     "made",
     [pytest.param(c, id=name(c), marks=() if c in ALWAYS else pytest.mark.slow) for c in ALL],

@@ -364,7 +364,7 @@ def by_position(output: Tensor, y: Tensor) -> Tensor:
     return ((output - y) ** 2 * weights).mean()
 
 
-@pytest.mark.cases(fast=99, slow=4)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK_ALONG else pytest.mark.slow) for n in ALONG]
 )
@@ -435,6 +435,7 @@ def test_all_devices_have_the_same_work(ways: int) -> None:
 KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 
+@pytest.mark.slow
 def test_a_layer_gathers_keys_and_values_and_nothing_else() -> None:
     """Their gradients are reduce-scattered; the loss is one number."""
     program = compiled(dense(layers=1), CASES["cp2-dp2-zero1"], lm_loss, batches())

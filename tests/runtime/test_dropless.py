@@ -139,7 +139,7 @@ def test_hugging_face_models(name: str, strategy: str) -> None:
     check(name, microbatches, make())
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_a_hugging_face_model(name: str) -> None:
     check(name, 4, mesh(dp=2, ep=2, microbatches=2, zero=1))

@@ -135,7 +135,7 @@ def test_a_plan_that_is_unknown_is_the_models() -> None:
         del model(dropless=True).tensor_plan
 
 
-@pytest.mark.slow
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize(
     "axes",

@@ -143,6 +143,7 @@ def test_experts_on_other_processes() -> None:
     assert_same(found, virtual, 0.0)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -261,6 +262,7 @@ TURNS = {
 }
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize(
     "groups",
     [
@@ -321,6 +323,7 @@ def test_rows_in_an_order_of_their_own_come_back(groups: list[list[int]]) -> Non
     assert_same(found, plain(model, nn.functional.mse_loss, batches, microbatches=1), ULPS)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("groups", [[[0, 1], [2], [2]], [[0], [0], [0, 1]], [[0, 1], [0, 1], [0]]])
 def test_rows_in_an_order_of_their_own_go_nowhere_else(groups: list[list[int]]) -> None:
     x = torch.randn(24, 8)

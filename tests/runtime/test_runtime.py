@@ -205,7 +205,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.cases(fast=4)
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines(name: str) -> None:
     strategy = PIPELINES[name]
@@ -803,6 +803,7 @@ def conditions(keywords: bool) -> tuple[Batch, ...]:
     return tuple(found)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     ("strategy", "tolerance", "keywords"),
     [
@@ -877,6 +878,7 @@ def test_a_mixture_of_experts() -> None:
 # gradient norm, clipping, optimizers
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     ("zero", "limit", "loss"),
     [(0, 0.3, mean_loss), (1, 0.3, sum_and_count), (2, 100.0, sum_and_count), (3, 0.3, mean_loss)],
@@ -924,7 +926,7 @@ def test_optimizers_bit_for_bit(name: str) -> None:
     check(built(Tower), pipeline([[0], [1]], 8), 8, optimizer=OPTIMIZERS[name])
 
 
-@pytest.mark.cases(fast=3)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     ("name", "zero"),
     [

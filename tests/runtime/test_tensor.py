@@ -147,7 +147,7 @@ ODD = {
 }
 
 
-@pytest.mark.cases(fast=1, slow=4)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ODD)
 def test_a_vocabulary_that_does_not_divide_is_padded(name: str, tied: bool) -> None:
@@ -214,6 +214,7 @@ def wasted(
     return program, [str(w.message) for w in caught if w.category is piper.PiperWarning]
 
 
+@pytest.mark.slow
 def test_products_computed_more_than_once_are_named() -> None:
     tokens = batches()[0][0][0]
     program, warned = wasted(dense(), None, tokens, lm_loss)
@@ -404,6 +405,7 @@ def test_bf16() -> None:
         assert_same(train(program, batches()), reference, 0.03)
 
 
+@pytest.mark.slow
 def test_evaluation_and_checkpoints(tmp_path: Path) -> None:
     """A checkpoint of one layout loads in another, and evaluation computes on shards."""
     model, reference = dense(), expected(dense())
@@ -472,6 +474,7 @@ class TwoViews(nn.Module):
         return y.transpose(0, 1).tanh().sum(0) * y.flatten(1).tanh().sum(1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_views_of_a_partial_sum_are_summed_once_or_apart() -> None:
     model = TwoViews().double()
     x, y = torch.randn(2, 4, 3, 8).double(), torch.randn(2, 4, 8).double()
@@ -530,7 +533,7 @@ class Parallel(nn.Module):
         return logits
 
 
-@pytest.mark.cases(fast=1, slow=9)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_partial_sums_of_parallel_residuals_are_reduced_once(sequence: bool) -> None:
     torch.manual_seed(0)
@@ -581,6 +584,7 @@ def test_remat_gathers_again(axis: str) -> None:
     assert_same(train(program, batches()), expected(dense()), CLOSE)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(("dp", "only"), [(1, "attention"), (2, "*")])
 def test_equal_gradients_are_not_summed_along_tp(dp: int, only: str) -> None:
     """Norms and other replicated computations: their gradients are reduced only along dp, as those
@@ -981,6 +985,7 @@ def test_mistakes_are_refused(how: dict[str, Any], kind: type[Exception], words:
         compiled(odd(), strategy, mean, [((x,), (x,))])
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("pattern", ["head.weight", "head", "*head*"])
 def test_a_tied_head_is_told_its_first_name(pattern: str) -> None:
     model = nn.Sequential(OrderedDict(emb=nn.Embedding(8, 4), head=nn.Linear(4, 8, bias=False)))
@@ -1020,6 +1025,7 @@ def test_a_parameter_that_another_region_has_whole_is_refused() -> None:
         compiled(Tied(), [*tensor()[:-1], rule], mean, [((x,), (x,))])
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("sequence", [False, True], ids=["rows", "sequence"])
 def test_plans_do_not_grow_with_the_axis(sequence: bool) -> None:
     """Ranks along tp share a plan; only the loss is counted once."""

@@ -233,11 +233,13 @@ def test_going_on_under_another_strategy(before: str, after: str, tmp_path: Path
     assert_goes_on(before, after, tmp_path)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["zero3-hsdp", "pp2-zero1"])
 def test_going_on_under_the_same_strategy_is_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert_goes_on(name, name, tmp_path)
 
 
+@pytest.mark.slow
 def test_tensors_larger_than_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, parts of rows, and tensors that are not stored row by row."""
     monkeypatch.setattr(files, "BLOCK", 96)
@@ -295,7 +297,7 @@ def test_files_are_safetensors_and_the_index_is_json(tmp_path: Path) -> None:
             assert len(start) == len(shape)
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["dp4", "zero1", "zero3-hsdp"])
 def test_copies_write_a_share_each(name: str, tmp_path: Path) -> None:
     """Nothing is written twice, and all devices write about the same amount."""
@@ -744,7 +746,7 @@ def in_sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LR
     )
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     "scheduler",
     [
@@ -789,6 +791,7 @@ class Rowwise(torch.optim.Optimizer):
                     p.sub_(p.grad * scale.view(shape), alpha=group["lr"])
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_must_have_all_experts_is_refused() -> None:
     """Adafactor takes the root mean square over all experts."""
     strategy = [place({}, devices=[0, 1]), shard({"EP": "*"})]
@@ -797,6 +800,7 @@ def test_an_optimizer_that_must_have_all_experts_is_refused() -> None:
         compiled(net(), strategy, F.mse_loss, batches(), optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_state_of_a_shard_that_is_not_the_parameters(tmp_path: Path) -> None:
     """State for the rows of two experts is not state for four."""
     strategy = [place({}, devices=[0, 1]), shard({"EP": "*"})]
@@ -815,6 +819,7 @@ def test_state_of_a_shard_that_is_not_the_parameters(tmp_path: Path) -> None:
         trainer.load(tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_another_seed_is_told(tmp_path: Path) -> None:
     with piper.launch(made("one", kind=Small, seed=3)) as trainer:
         trainer.save(tmp_path / "state")

@@ -53,6 +53,7 @@ def equal(found: dict[str, Tensor], state: dict[str, Tensor]) -> bool:
     return all(torch.equal(found[key], x) for key, x in state.items())
 
 
+@pytest.mark.slow
 def test_dcp_reads_what_is_exported(trained: tuple[Path, dict[str, Tensor]]) -> None:
     """Tied tensors are stored under one of their names."""
     folder, state = trained

@@ -56,6 +56,7 @@ def assert_equal(state: dict[str, Tensor], expected: torch.nn.Module) -> None:
         torch.testing.assert_close(state[name], x, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -95,6 +96,7 @@ def test_averages_are_those_of_torch(strategy: piper.Strategy, tmp_path: Path) -
         assert_equal(trainer.state_dict(), average)
 
 
+@pytest.mark.slow
 def test_memory_has_the_averages() -> None:
     usual, averaged = compiled(mesh(dp=2), optimizer=adamw), compiled(mesh(dp=2))
     sizes = [program.memory[0].optimizer for program in (usual, averaged)]
@@ -102,6 +104,7 @@ def test_memory_has_the_averages() -> None:
     assert len(averaged.buckets) == len(usual.buckets)
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_averages_and_switches() -> None:
     given = batches(3)
     with piper.launch(compiled(mesh(dp=2, zero=1))) as trainer:
@@ -118,6 +121,7 @@ def test_a_run_evaluates_averages_and_switches() -> None:
             trainer.switch(compiled(mesh(dp=2), optimizer=piper.EMA(adamw, decay=0.5)))
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_refused() -> None:
     for wrong in (1, -0.1, "0.9"):
         with pytest.raises(piper.PiperError, match=r"must be a number from 0 to below 1"):

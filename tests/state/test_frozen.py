@@ -103,6 +103,7 @@ def test_a_strategy_trains_what_is_not_frozen_as_one_device_does(
         assert torch.equal(tensor, before[key]) != trained, key
 
 
+@pytest.mark.slow
 def test_the_optimizer_holds_nothing_of_what_is_frozen(
     model: DenseTransformer, captured: piper.Capture
 ) -> None:

@@ -181,7 +181,7 @@ TENSOR: list[Directive] = [
 ]
 
 
-@pytest.mark.cases(fast=2)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("level", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", FACTORIES)
 def test_every_zero_level(name: str, level: int) -> None:
@@ -195,7 +195,7 @@ def test_every_zero_level(name: str, level: int) -> None:
         assert whole or needed.isdisjoint(bucket.parameters)
 
 
-@pytest.mark.cases(fast=99, slow=4)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize(
     ("strategy", "parts"),
@@ -212,10 +212,12 @@ def test_other_strategies(strategy: Sequence[Directive], parts: int, name: str) 
     check(strategy, name, parts)
 
 
+@pytest.mark.slow
 def test_groups_under_tensor_parallelism() -> None:
     check(TENSOR, "groups", 1)
 
 
+@pytest.mark.slow
 def test_whole_tensors_cannot_be_shards() -> None:
     with pytest.raises(
         DirectiveError,
@@ -264,6 +266,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
         trainer.load(tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_a_parameter_that_changes_its_optimizer_is_refused(tmp_path: Path) -> None:
     """The momentum of one optimizer is not that of the other."""
 
@@ -282,6 +285,7 @@ def test_a_parameter_that_changes_its_optimizer_is_refused(tmp_path: Path) -> No
         trainer.load(tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_a_scheduler_of_several() -> None:
     def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -438,6 +442,7 @@ def test_parameters_are_packed_into_parts() -> None:
     assert packed((5, 1, 1), 3) == ((0, 5, 10), 5)
 
 
+@pytest.mark.slow
 def test_a_bucket_has_room_for_a_tensor_of_every_device() -> None:
     """Otherwise a bucket would be padded to many times its size."""
     program = compiled(net(), zero(1, 4, bucket_mb=1e-6), loss, data(), optimizer=several)
@@ -445,6 +450,7 @@ def test_a_bucket_has_room_for_a_tensor_of_every_device() -> None:
     assert bucket.share * bucket.within == bucket.elements
 
 
+@pytest.mark.slow
 def test_without_the_tracer_they_train_the_same() -> None:
     """As in worker processes."""
     command = [sys.executable, "-m", "tests.scripts.known_optimizers"]

@@ -165,7 +165,7 @@ def check(
 STEP_ONCE: dict[str, Optimizer] = {"group": Counting, "hook": hooked}
 
 
-@pytest.mark.cases(fast=3)
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", STEP_ONCE)
 def test_an_optimizer_that_counts_steps_on_replicas(name: str, zero: int) -> None:
@@ -184,6 +184,7 @@ def test_an_optimizer_that_counts_steps_on_stages(tied: bool) -> None:
     check(strategy, Counting, 4, tied=tied)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_an_optimizer_that_counts_steps_with_counts_and_clipping(clip_norm: float | None) -> None:
     strategy = [*data_parallel(2, 2), replicate({}, zero=1, bucket_mb=BUCKET)]
@@ -195,6 +196,7 @@ def test_an_optimizer_that_looks_across_parameters_on_replicas() -> None:
     check(strategy, Normed, 4)
 
 
+@pytest.mark.cases(fast=1, slow=1)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -238,6 +240,7 @@ def test_groups_by_the_place_in_the_list_are_the_models_or_refused() -> None:
         compiled(net, stages, mean_loss, data(), optimizer=first_is_slower)
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize(
     ("strategy", "other", "message"),
     [
@@ -271,6 +274,7 @@ def test_what_an_optimizer_counts_for_later_is_found() -> None:
     assert program.settings.optimizer.whole
 
 
+@pytest.mark.cases(fast=2, slow=1)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -326,6 +330,7 @@ def test_trying_an_optimizer_draws_nothing_from_the_users_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_gradients_that_wait_for_the_step_are_counted(zero: int) -> None:
     """Predicted and measured memory both hold them until the step."""
