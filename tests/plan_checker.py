@@ -921,7 +921,7 @@ class _Checker:
                 room = min(most, -(-math.ceil(rows.rows * capacity) // ways) * ways)
             maker = next(c.index for c in self.dag.model.chunks if counts in c.outputs)
             number = self.dag.table.number(Value(Role.ACTIVATION, counts, maker), microbatch)
-            sorted_in = self.dag.nodes[self.dag.producers[number]].parts
+            sorted_in = self.dag.source(number).parts
             return _Rows(number, rows.rows, room, sorted_in, _most_shared(sorted_in, parts))
         return None
 
@@ -933,7 +933,7 @@ class _Checker:
         for chunk in self.dag.model.chunks:
             rows_of = chunk.sorted_rows
             if rows_of is not None and found.of == chunk.inputs[rows_of.counts]:
-                made = self.dag.nodes[self.dag.producers[value]]
+                made = self.dag.source(value)
                 return _most_shared(made.parts, parts)
         return 1
 
@@ -1558,7 +1558,7 @@ class _Checker:
         summed = False
         while value >= self.dag.first_extra:
             extra = self.dag.extra[value - self.dag.first_extra]
-            made = self.dag.nodes[self.dag.producers[value]].op
+            made = self.dag.source(value).op
             summed = summed or isinstance(made, Add)
             if not isinstance(made, Transfer | Add):
                 return 0  # assembled from rows
@@ -1566,7 +1566,7 @@ class _Checker:
             value = extra.of
         if self._role(value) not in (Role.ACTIVATION, Role.GRADIENT):
             return aside
-        parts = parts or self.dag.nodes[self.dag.producers[value]].parts
+        parts = parts or self.dag.source(value).parts
         nbytes, copy = self._lies(value, parts)
         return aside + (0 if summed and copy != nbytes else copy)
 

@@ -14,6 +14,8 @@ from piper.ir.dag.dag import PASS, Dag, Node
 
 def join_last(dag: Dag) -> Dag:
     """``dag``, with the nodes after the last placed region of their microbatch placed."""
+    if all(node.devices for node in dag.nodes):
+        return dag
     last: dict[int, Node] = {}
     names: set[str] = set()
     for node in dag.nodes:

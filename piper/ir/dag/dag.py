@@ -65,7 +65,7 @@ class Node(Struct, frozen=True, gc=False):
     """How many adjacent devices have the same rows and compute the same values."""
     stream: str = COMPUTE
     after: tuple[int, ...] = ()
-    """Nodes that must finish first, besides the producers of ``reads``."""
+    """Nodes that must finish first, besides the makers of ``reads``."""
     after_by: tuple[int, ...] = ()
     """For each of ``after``, the entry of the DAG's history that orders it."""
     sends: SendRule = P2P
@@ -142,10 +142,17 @@ class Dag:
         """The number of the first value that lowering added."""
         return self.table.size * (self.microbatches[1] if self.microbatches else 1)
 
-    @cached_property
-    def producers(self) -> Mapping[int, int]:
-        """The node that makes each value."""
-        return {value: i for i, node in enumerate(self.nodes) for value in node.writes}
+    def maker(self, value: int) -> int | None:
+        """The number of the node that makes a value; None if no node does."""
+        maker_of = self.edges.maker_of
+        maker = int(maker_of[value]) if value < len(maker_of) else -1
+        return None if maker < 0 else maker
+
+    def source(self, value: int) -> Node:
+        """The node that makes a value; one must."""
+        maker = self.maker(value)
+        assert maker is not None, "no node makes the value"
+        return self.nodes[maker]
 
     @cached_property
     def edges(self) -> Edges:
@@ -168,13 +175,13 @@ class Dag:
 
     def activations(self, of: int) -> list[int]:
         """The numbers of a value of the model, of each microbatch in which a node makes it."""
-        size, made = self.table.size, self.producers
+        size, maker = self.table.size, self.maker
         mine = [
             i
             for i, value in enumerate(self.table.values)
             if value.role is Role.ACTIVATION and value.of == of
         ]
-        return [n for i in mine for n in range(i, self.first_extra, size) if n in made]
+        return [n for i in mine for n in range(i, self.first_extra, size) if maker(n) is not None]
 
     def plain(self, value: int) -> int:
         """The model's value that an added value is a form of; other values are returned as is."""
@@ -185,8 +192,7 @@ class Dag:
     def predecessors(self, number: int) -> list[int]:
         """The nodes that must finish before node ``number`` starts."""
         node = self.nodes[number]
-        producers = self.producers
-        before = [producers[v] for v in node.reads if v in producers]
+        before = [maker for v in node.reads if (maker := self.maker(v)) is not None]
         before += node.after
         return before
 
@@ -408,7 +414,7 @@ def _value(dag: Dag, number: int) -> str:
 
 def how_made(dag: Dag, number: int) -> str:
     """How a value that lowering added is made, in a word."""
-    extra, op = dag.extra[number - dag.first_extra], dag.nodes[dag.producers[number]].op
+    extra, op = dag.extra[number - dag.first_extra], dag.source(number).op
     match extra.content:
         case _ if not isinstance(op, Collective):
             return _MADE_BY[type(op)]

@@ -41,12 +41,18 @@ class Edges:
         return Ragged.of([node.after for node in self._nodes])
 
     @cached_property
+    def maker_of(self) -> Ints:
+        """For each value up to the last that is read or made, the node that makes it; -1 if none
+        does."""
+        values = max(self.reads.items.max(initial=0), self.writes.items.max(initial=0)) + 1
+        maker_of = np.full(values, -1)
+        maker_of[self.writes.items] = self.writes.row_of
+        return maker_of
+
+    @cached_property
     def makers(self) -> Ints:
         """For each item of ``reads``, the node that makes the value; -1 if none does."""
-        values = max(self.reads.items.max(initial=0), self.writes.items.max(initial=0)) + 1
-        made = np.full(values, -1)
-        made[self.writes.items] = self.writes.row_of
-        makers: Ints = made[self.reads.items]
+        makers: Ints = self.maker_of[self.reads.items]
         return makers
 
     @cached_property

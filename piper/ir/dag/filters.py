@@ -66,7 +66,7 @@ class TagIndex:
 
     def __init__(self, dag: Dag, numbers: Sequence[int]) -> None:
         """Of the nodes ``numbers``."""
-        self._tags = [(number, dag.nodes[number].tags) for number in numbers]
+        self._nodes, self._of = dag.nodes, numbers
         self._by_tags: dict[tuple[str, ...], dict[tuple[Tag | None, ...], list[int]]] = {}
 
     def matching(self, where: Filter) -> list[int]:
@@ -85,8 +85,9 @@ class TagIndex:
         """The numbers of the nodes by the values of some tags."""
         if names not in self._by_tags:
             index: defaultdict[tuple[Tag | None, ...], list[int]] = defaultdict(list)
-            for number, tags in self._tags:
-                index[tuple([tags.get(name) for name in names])].append(number)
+            nodes = self._nodes
+            for number in self._of:
+                index[tuple(map(nodes[number].tags.get, names))].append(number)
             self._by_tags[names] = index
         return self._by_tags[names]
 

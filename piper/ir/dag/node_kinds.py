@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from piper.ir.dag.edges import Edges, Wired
-from piper.ir.dag.ragged import Ints, Ragged, first_of_each
+from piper.ir.dag.ragged import Ints, first_of_each
 from piper.ir.dag.values import Content, Extra
 from piper.ir.ops import Add, Collective, Compute, Group, Op, Select, Transfer
 
@@ -45,23 +45,39 @@ class NodeKinds:
     ) -> None:
         """``extra`` are the values from number ``first`` on; before it, each microbatch has
         ``size`` values."""
-        self._nodes, self._edges, self._extra = nodes, edges, extra
+        self._edges, self._extra = edges, extra
         self._size, self._first = size, first
         places: dict[tuple[Hashable, ...], int] = {}
-        where = [
-            places.setdefault((id(node.devices), node.replicas, node.stream), len(places))
-            for node in nodes
-        ]
-        what = [self._what(number, node) for number, node in enumerate(nodes)]
-        keys = zip(where, what, self._rows(what), strict=True)
-        kinds: dict[tuple[Hashable, ...], int] = {}
-        of = [kinds.setdefault(key, len(kinds)) for key in keys]
-        self.of: Ints = np.array(of, np.int64)
+        parts: list[int] = []
+        names: dict[Hashable, int] = {}
+        where: list[int] = []
+        what: list[int] = []
+        alone: list[int] = []
+        computes: list[int] = []
+        for number, node in enumerate(nodes):
+            place = id(node.devices), node.replicas, node.stream
+            if place not in places:
+                places[place] = len(places)
+                parts.append(node.parts)
+            where.append(places[place])
+            name = self._name(node)
+            if name is None:
+                name = number
+                alone.append(number)
+            elif isinstance(node.op, Compute):
+                computes.append(number)
+            what.append(names.setdefault(name, len(names)))
+        parts_of = np.array(parts, np.int64)[where] if where else np.empty(0, np.int64)
+        rows = self._rows(parts_of, alone, computes)
+        packed = np.array(where, np.int64) * len(names) + np.array(what, np.int64)
+        kinds: dict[int, int] = {}
+        keys = (packed * (rows.max(initial=0) + 1) + rows).tolist()
+        self.of: Ints = np.array([kinds.setdefault(key, len(kinds)) for key in keys], np.int64)
         self.examples: list[int] = first_of_each(self.of, len(kinds)).tolist()
 
-    def _what(self, number: int, node: PlacedNode) -> Hashable:
-        """Equal for nodes of one kind. Equal groups and operations are one object in most nodes; if
-        they are several, there are only more kinds. Just a number if the node is alone."""
+    def _name(self, node: PlacedNode) -> Hashable | None:
+        """Equal for nodes of one kind; None if the node is alone. Equal groups and operations are
+        one object in most nodes; if they are several, there are only more kinds."""
         op = node.op
         if isinstance(op, Compute):
             return op.chunk, op.which
@@ -69,30 +85,33 @@ class NodeKinds:
             return id(op.source), id(op.target), op.dim, op.replicas, op.counts
         if isinstance(op, Add):
             return Add, op.value, op.chunk
-        at = node.writes[0] - self._first if isinstance(op, Collective | Select) else 0
-        if isinstance(op, Collective | Select) and (
-            at < 0 or self._extra[at].content is Content.VALUE
-        ):
-            return type(op), id(op)
-        return number
+        if isinstance(op, Collective | Select):
+            at = node.writes[0] - self._first
+            if at < 0 or self._extra[at].content is Content.VALUE:
+                return type(op), id(op)
+        return None
 
-    def _rows(self, what: Sequence[Hashable]) -> list[tuple[int, ...]]:
-        """The forms of the values that each node reads and writes, where its kind depends on them:
-        a value without its microbatch, and the number of devices that shard its rows."""
+    def _rows(self, parts: Ints, alone: list[int], computes: list[int]) -> Ints:
+        """Equal for nodes that read and write the same forms of values, where their kind depends on
+        these: a value without its microbatch, and the number of devices that shard its rows."""
         reads, writes = self._edges.reads, self._edges.writes
-        parts = np.array([node.parts for node in self._nodes], np.int64)
         templates = np.arange(self._first + len(self._extra))
         templates[: self._first] %= max(1, self._size)
         templates[self._first :] = self._of_extra()
         forms = templates * (parts.max(initial=0) + 1)
         forms[writes.items] += parts[writes.row_of]
-        alone = np.array([isinstance(x, int) for x in what], bool)
-        computes = np.array([isinstance(node.op, Compute) for node in self._nodes], bool)
-        read = ~(alone | computes)[reads.row_of]
-        written = ~alone[writes.row_of]
-        written &= ~computes[writes.row_of] | (writes.items >= self._first)
-        rows: Ragged = reads.only(read).followed_by(writes.only(written))
-        return rows.with_items(forms[rows.items]).tuples()
+        read, written = np.ones((2, len(parts)), bool)
+        read[computes] = read[alone] = written[alone] = False
+        kept = written[writes.row_of]
+        written[computes] = False
+        kept &= written[writes.row_of] | (writes.items >= self._first)
+        rows = reads.only(read[reads.row_of]).followed_by(writes.only(kept))
+        there = np.flatnonzero(rows.lengths)
+        tuples = rows.with_items(forms[rows.items]).take(there).tuples()
+        numbers: dict[tuple[int, ...], int] = {}
+        found = np.zeros(len(parts), np.int64)
+        found[there] = [numbers.setdefault(row, len(numbers) + 1) for row in tuples]
+        return found
 
     def _of_extra(self) -> list[int]:
         """The value that stands for each added value in all microbatches."""

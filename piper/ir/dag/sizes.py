@@ -74,7 +74,7 @@ class Sizes:
 
     def _parts(self, number: int) -> int:
         """The number of devices that shard the rows of a value of the model."""
-        made = self.dag.producers.get(number)
+        made = self.dag.maker(number)
         return self._given.get(number, 1) if made is None else self.dag.nodes[made].parts
 
     def given(self, number: int, group: int) -> int:

@@ -132,10 +132,19 @@ class ValueTable:
                     self._wired[chunk.index, which, policy] = self._wire(chunk, which, policy)
         self.size = len(self.values)
         self.roles = [value.role for value in self.values]
+        self._numbered: dict[int, list[int]] = {}
 
     def number(self, value: Value, microbatch: int) -> int:
         """The number of a value for one microbatch."""
         return microbatch * self.size + self._numbers[value]
+
+    def numbers(self, microbatch: int) -> list[int]:
+        """The numbers of all values for one microbatch: the same objects each time, because a step
+        has millions."""
+        if microbatch not in self._numbered:
+            first = microbatch * self.size
+            self._numbered[microbatch] = [*range(first, first + self.size)]
+        return self._numbered[microbatch]
 
     def value(self, number: int) -> tuple[Value, int]:
         """The value with that number, and its microbatch."""
@@ -146,9 +155,9 @@ class ValueTable:
         self, chunk: int, which: Pass, policy: RematPolicy, microbatch: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of the values that a pass reads and writes."""
-        first = microbatch * self.size
+        numbers = self.numbers(microbatch)
         reads, writes = self._wired[chunk, which, policy]
-        return tuple([first + v for v in reads]), tuple([first + v for v in writes])
+        return tuple([numbers[v] for v in reads]), tuple([numbers[v] for v in writes])
 
     def _wire(
         self, chunk: ChunkFacts, which: Pass, policy: RematPolicy

@@ -90,9 +90,8 @@ def _sides(dag: Dag, node: Node, *, once: bool) -> tuple[_Side, ...]:
 
 def _counted_once(dag: Dag) -> frozenset[int]:
     """The nodes with several copies of a result, of which one is counted."""
-    made = dag.producers
-    nodes = {made[value] for value in _values_counted_once(dag) if value in made}
-    return frozenset(number for number in nodes if dag.nodes[number].replicas > 1)
+    makers = {dag.maker(value) for value in _values_counted_once(dag)}
+    return frozenset(n for n in makers if n is not None and dag.nodes[n].replicas > 1)
 
 
 def _values_counted_once(dag: Dag) -> Iterator[int]:

@@ -174,5 +174,5 @@ def _parts(dag: Dag, value: int) -> tuple[int, ...]:
         return (value,)
     if dag.extra[value - dag.first_extra].content is not Content.GRADIENTS:
         return ()
-    reads = dag.nodes[dag.producers[value]].reads
+    reads = dag.source(value).reads
     return tuple(part for read in reads for part in _parts(dag, read))

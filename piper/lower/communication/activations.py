@@ -125,7 +125,7 @@ class _Forms:
 
     def _read(self, value: int, reader: int, rule: ShardRule | None) -> int:
         node = self._dag.nodes[reader]
-        maker = self._dag.producers.get(value)
+        maker = self._dag.maker(value)
         if maker is None:
             return value
         made = self._dag.nodes[maker]

@@ -48,7 +48,7 @@ def _sum(dag: Dag, out: Rewriter, value: int, microbatch: int) -> int:
     (first,), *others = readers.values()
     total = first
     for chunk, terms in zip([*readers][1:], others, strict=True):
-        reader = dag.nodes[dag.producers[terms[0]]]
+        reader = dag.source(terms[0])
         added = Extra(Content.VALUE, first, parts=reader.parts, summed=True)
         before, total = total, out.value(added)
         op = Add(value, chunk, microbatch)

@@ -71,8 +71,8 @@ def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
             continue
         reads = list(node.reads)
         for place, value in enumerate(reads):
-            maker = dag.producers.get(value, -1)
-            if maker < 0 or not _is_forward(dag.nodes[maker]) or not _gathers(nodes.get(maker)):
+            maker = dag.maker(value)
+            if maker is None or not _is_forward(dag.nodes[maker]) or not _gathers(nodes.get(maker)):
                 continue
             gather = nodes[maker]
             if (value, op.chunk) not in again:

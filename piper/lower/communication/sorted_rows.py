@@ -31,7 +31,8 @@ def brought_in_turn(dag: Dag, node: Node) -> int | None:
     that delivers them; None otherwise."""
     if not isinstance(node.op, Collective) or not node.op.in_turn:
         return None
-    brings = dag.producers[node.reads[-1]]
+    brings = dag.maker(node.reads[-1])
+    assert brings is not None
     return brings if dag.nodes[brings].stream == node.stream else None
 
 
@@ -74,7 +75,7 @@ class SortedValues:
     def parts(self, chunk: int, microbatch: int) -> int:
         """The number of parts in which the rows of a chunk of experts are sorted."""
         counts = self.counts(chunk, microbatch)
-        made = self._dag.nodes[self._dag.producers[counts]]
+        made = self._dag.source(counts)
         return made.parts * self.own(counts, made, chunk)
 
     def own(self, value: int, node: Node, other: int) -> int:

@@ -69,7 +69,6 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
     known = list(earliest) if counts else earliest
     """When the inputs of a node are ready, except counts that its own stream delivers just before
     it."""
-    issue = _Issue([_eager(dag, node) for node in examples], kinds, resource_count)
     starts, followers = dag.edges.followers.starts.tolist(), dag.edges.followers.items.tolist()
     left = dag.edges.waiting.tolist()
     for number, count in enumerate(left):
@@ -77,22 +76,21 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
             push(number, 0.0)
     order: list[int] = []
     while ready:
-        possible, _, _, number = heapq.heappop(ready)
+        possible, behind, rank, number = ready[0]
         now = earliest[number]
         for resource in needs[number]:
             if free[resource] > now:
                 now = free[resource]
         if now > possible:
-            push(number, earliest[number])
+            heapq.heapreplace(ready, (now, behind, rank, number))
             continue
-        start[number], end[number] = now, now + lengths[number]
-        then = end[number]
+        heapq.heappop(ready)
+        start[number] = now
+        end[number] = then = now + lengths[number]
         for resource in needs[number]:
             free[resource] = then
-        following = followers[starts[number] : starts[number + 1]]
-        issue.note(number, now, then, known[number], needs[number], following)
         order.append(number)
-        for other in following:
+        for other in followers[starts[number] : starts[number + 1]]:
             if counts and known[other] < then and counts.get(other) != number:
                 known[other] = then
             if earliest[other] < then:
@@ -101,47 +99,29 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
             if left[other] == 0:
                 push(other, earliest[other])
     assert len(order) == len(dag.nodes), "verify lets no cycle through"
-    return IssueOrder(issue.sorted(order), tuple(start), tuple(end))
-
-
-class _Issue:
+    eager = [_eager(dag, node) for node in examples]
+    """Whether a kind of nodes is issued before its streams are free."""
+    keys = [(0.0, True)] * len(order)
     """When nodes are issued. At equal times, communications come first."""
-
-    def __init__(self, eager: Sequence[bool], kinds: Sequence[int], resources: int) -> None:
-        """``eager``: whether a kind of nodes is issued before its streams are free."""
-        self._eager, self._kinds = eager, kinds
-        self._keys = [(0.0, True)] * len(kinds)
-        self._tied = [False] * len(kinds)
-        """Whether a predecessor of the node is issued and done at the same moment. Then the node
-        must not overtake other nodes of that moment."""
-        self._last: list[tuple[float, bool]] = [(-math.inf, False)] * resources
-        """By stream, of its last node."""
-
-    def note(
-        self,
-        number: int,
-        start: float,
-        end: float,
-        ready: float,
-        resources: Sequence[int],
-        followers: Sequence[int],
-    ) -> None:
-        """Record the next node to start in simulated time."""
-        key = (start, True)
-        if self._eager[self._kinds[number]]:
-            key = (ready, self._tied[number])
-            for resource in resources:
-                if self._last[resource] > key:
-                    key = self._last[resource]
-        for resource in resources:
-            self._last[resource] = key
-        self._keys[number] = key
-        if end == key[0]:
-            for following in followers:
-                self._tied[following] = True
-
-    def sorted(self, order: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sorted(order, key=self._keys.__getitem__))
+    tied = [False] * len(order)
+    """Whether a predecessor of the node is issued and done at the same moment. Then the node must
+    not overtake other nodes of that moment."""
+    last: list[tuple[float, bool]] = [(-math.inf, False)] * resource_count
+    """By stream, of its last node."""
+    for number in order:
+        key = (start[number], True)
+        if eager[kinds[number]]:
+            key = (known[number], tied[number])
+            for resource in needs[number]:
+                if last[resource] > key:
+                    key = last[resource]
+        for resource in needs[number]:
+            last[resource] = key
+        keys[number] = key
+        if end[number] == key[0]:
+            for following in followers[starts[number] : starts[number + 1]]:
+                tied[following] = True
+    return IssueOrder(tuple(sorted(order, key=keys.__getitem__)), tuple(start), tuple(end))
 
 
 def _eager(dag: Dag, node: Node) -> bool:

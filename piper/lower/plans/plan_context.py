@@ -114,8 +114,8 @@ class PlanContext:
     @cached_property
     def largest_loss(self) -> int:
         """The largest number of devices over which the rows of a loss are sharded."""
-        nodes, producers = self.dag.nodes, self.dag.producers
-        return max(nodes[producers[v]].parts for v in self.dag.activations(self.dag.model.loss))
+        losses = self.dag.activations(self.dag.model.loss)
+        return max(self.dag.source(value).parts for value in losses)
 
     def name(self, number: int, words: tuple[str, str]) -> str:
         """The name of a node whose kind has these ``words``."""
@@ -136,7 +136,7 @@ class PlanContext:
 
     def private(self, value: int) -> bool:
         """Whether an activation or gradient is contiguous and shares its memory with no other."""
-        maker = self.dag.nodes[self.dag.producers[value]]
+        maker = self.dag.source(value)
         if self.sizes.copied(value):
             return False
         if isinstance(maker.op, Add):

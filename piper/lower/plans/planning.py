@@ -231,10 +231,10 @@ class _Planner:
         """The ``values`` that this class makes and contributes: only the first of equal copies,
         unless copies are summed ``alike``. A device of a replica group that computes no part of a
         sum joins the reduction without input."""
-        kinds, producers, by = self.dag.kinds.of, self.dag.producers, self.shared.touched.by
+        kinds, by = self.dag.kinds.of, self.shared.touched.by
         mine = []
         for value in values:
-            if (number := producers.get(value)) is None:
+            if (number := self.dag.maker(value)) is None:
                 continue
             maker = self.dag.nodes[number]
             if self.me not in by(maker.devices):
@@ -254,8 +254,7 @@ class _Planner:
         wanted = [of for of in self.dag.model.outputs if values[of].shape]
         made = {value for of in wanted for value in self.dag.activations(of)}
         in_order = dict.fromkeys(v for v in (writes.items.tolist() if made else ()) if v in made)
-        nodes, producers = self.dag.nodes, self.dag.producers
-        return {v: self.shared.rows(nodes[producers[v]]) for v in self._mine(in_order)}
+        return {v: self.shared.rows(self.dag.source(v)) for v in self._mine(in_order)}
 
     def _overwrites(self, reads: Ragged, returned: Iterable[int]) -> Bools:
         """Which instructions overwrite their last input with their result: some all-reduces."""
@@ -325,7 +324,7 @@ class _Planner:
         values = reads.row(pc)
         if content is Content.LOSS and self.dag.model.count is not None:
             return (1.0,) * (len(values) // 2)
-        makers = [self.dag.nodes[self.dag.producers[v]] for v in values]
+        makers = [self.dag.source(v) for v in values]
         if content is Content.LOSS:
             return tuple(self.shared.largest_loss / maker.parts for maker in makers)
         microbatches = self.dag.microbatches[1] if self.dag.microbatches else 1

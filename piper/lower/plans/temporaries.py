@@ -12,7 +12,7 @@ from msgspec import structs
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import PassFacts
-from piper.ir.dag.ragged import Ints, Ragged
+from piper.ir.dag.ragged import Ints, Ragged, first_of_each
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import Content
 from piper.ir.ops import Collective, Compute, Transfer, Update
@@ -30,13 +30,11 @@ def with_temporaries(
 ) -> Columns:
     """``columns`` with the temporary memory of each instruction. It is the same for instructions
     with equal ``keys``, so the first of each is ``made`` and ``completed``."""
-    examples: dict[Hashable, int] = {}
-    for pc, key in enumerate(keys):
-        examples.setdefault(key, pc)
-    numbers = {key: i for i, key in enumerate(examples)}
-    which = np.fromiter((numbers[key] for key in keys), np.int64, len(keys))
-    found = [completed(x) for x in made(np.array([*examples.values()], np.int64))]
-    pairs = zip(examples.values(), found, strict=True)
+    numbers: dict[Hashable, int] = {}
+    which = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+    examples = first_of_each(which, len(numbers))
+    found = [completed(x) for x in made(examples)]
+    pairs = zip(examples.tolist(), found, strict=True)
     own = {pc: x.holds for pc, x in pairs if x.holds not in ((), x.reads)}
     inputs = np.array([x.holds == x.reads for x in found], bool)[which]
     reads = columns.reads

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
 from msgspec import structs
 
 from piper.ir.collectives import Move
@@ -96,15 +97,18 @@ def _buckets(dag: Dag, known: tuple[Bucket, ...], tensors: Collection[str]) -> I
 def _contributions(dag: Dag) -> dict[Value, list[int]]:
     """The parameter gradients of each chunk, ordered by microbatch, without those that another pass
     adds to its own."""
+    table = dag.table
+    wanted = np.array([role in PARAMETER_GRADIENTS for role in table.roles], bool)
+    made = dag.edges.writes.items
+    made = made[made < dag.first_extra]
+    made = np.sort(made[wanted[made % table.size]])
+    if table.ties:
+        computes = (node for node in dag.nodes if isinstance(node.op, Compute))
+        taken = {v for node in computes for v in node.reads}
+        made = made[[value not in taken for value in made.tolist()]]
     gradients: defaultdict[Value, list[int]] = defaultdict(list)
-    computes = [node for node in dag.nodes if isinstance(node.op, Compute)]
-    taken = {v for node in computes for v in node.reads} if dag.table.ties else ()
-    for node in computes:
-        for value in node.writes:
-            if dag.role(value) in PARAMETER_GRADIENTS and value not in taken:
-                gradients[dag.table.value(value)[0]].append(value)
-    for values in gradients.values():
-        values.sort()
+    for value in made.tolist():
+        gradients[table.values[value % table.size]].append(value)
     return gradients
 
 
@@ -220,7 +224,7 @@ def _parts(
     }
     parts: dict[tuple[int, tuple[int, ...]], _Part] = {}
     for value in gradients:
-        node = dag.nodes[dag.producers[value]]
+        node = dag.source(value)
         if id(node.devices) not in touched:
             touched[id(node.devices)] = tuple(sorted({group_of[d] for d in node.devices}))
         side = touched[id(node.devices)]

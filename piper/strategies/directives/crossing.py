@@ -23,8 +23,7 @@ def refuse_crossing(dag: Dag, groups: Sequence[Sequence[int]]) -> None:
         return
     place = {number: i for i, group in enumerate(groups) for number in group}
     in_flow = sorted(range(len(dag.nodes)), key=lambda number: natural(dag.nodes[number]))
-    made = dag.producers
-    needs = {n: [made[v] for v in dag.nodes[n].reads if v in made] for n in in_flow}
+    needs = {n: [m for v in dag.nodes[n].reads if (m := dag.maker(v)) is not None] for n in in_flow}
     behind = _reached(in_flow, needs, place, last=True)
     for number, i in place.items():
         other = behind[number]

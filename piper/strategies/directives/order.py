@@ -15,7 +15,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from msgspec import structs
 
@@ -31,6 +31,8 @@ from piper.strategies.directives.directive import Directive, plain_filter
 
 _Entries = Sequence[tuple[int, list[list[Filter]]]]
 """Of each directive, its entry in the history and the filters of its groups."""
+_Flow = tuple[list[int], list[tuple[int, int]]]
+"""The order of some nodes, and the consecutive ones between which no data flows, by index."""
 _HALVES = (Pass.BI, Pass.BW)
 
 
@@ -84,26 +86,26 @@ def _add_edges(
         ordered.append([])
         ends: defaultdict[int, list[int]] = defaultdict(list)
         for where in group:
-            for place, row in finder.rows(where).items():
-                for number in row:
-                    if number in seen:
-                        raise DirectiveError(
-                            f"{name_of(dag, number)} is ordered twice: by {seen[number]} and "
-                            f"again by {where}"
-                        )
-                    seen[number] = where
-                ordered[-1] += row
-                for before, number in itertools.pairwise(row):
-                    if not finder.feeds(before, number):
-                        after[number].add(before)
-                for resource in finder.resources[place]:
-                    after[row[0]].update(last.get(resource, ()))
-                    ends[resource].append(row[-1])
+            for row in finder.rows(where):
+                if not seen.keys().isdisjoint(row.numbers):
+                    number = next(number for number in row.numbers if number in seen)
+                    raise DirectiveError(
+                        f"{name_of(dag, number)} is ordered twice: by {seen[number]} and "
+                        f"again by {where}"
+                    )
+                seen.update(dict.fromkeys(row.numbers, where))
+                ordered[-1] += row.numbers
+                for before, number in row.apart:
+                    after[number].add(before)
+                for resource in finder.resources[row.place]:
+                    if resource in last:
+                        after[row.numbers[0]].update(last[resource])
+                    ends[resource].append(row.numbers[-1])
         last.update(ends)
     refuse_crossing(dag, ordered)
     for number in seen:
-        node = changed.get(number, dag.nodes[number])
-        if not after[number]:
+        node = changed.get(number) or dag.nodes[number]
+        if number not in after:
             changed[number] = structs.replace(node, ordered_by=me)
             continue
         befores, by = tuple(sorted(after[number])), (me,) * len(after[number])
@@ -116,14 +118,28 @@ def _add_edges(
         )
 
 
+class _Row(NamedTuple):
+    """Nodes on one group of devices, in data flow order."""
+
+    place: int
+    """The number of the group."""
+    numbers: list[int]
+    apart: list[tuple[int, int]]
+    """Consecutive ones of which the second reads no output of the first, so that an order edge is
+    needed."""
+
+
 class _Finder:
     """Finds the ordered nodes and the devices that they run on."""
 
     def __init__(self, dag: Dag, filters: Sequence[Filter]) -> None:
         self._dag = dag
         self._index = _index(dag, filters)
+        self._flows: dict[tuple[tuple[int, Pass, int], ...], _Flow] = {}
         numbers: EqualNumbers[Group] = EqualNumbers()
-        self._places = [numbers.of(node.devices) for node in dag.nodes]
+        groups = {id(node.devices): node.devices for node in dag.nodes}
+        place = {identity: numbers.of(group) for identity, group in groups.items()}
+        self._places = [place[id(node.devices)] for node in dag.nodes]
         count = Counter(device for group in numbers.values for device in group)
         self.resources = [
             (-1 - place,) if all(count[d] == 1 for d in group) else group
@@ -132,23 +148,37 @@ class _Finder:
         """For each group of devices, the keys that track the order on it: the group as a whole, or
         each device if another group shares some of them."""
 
-    def rows(self, where: Filter) -> Mapping[int, list[int]]:
-        """The matched nodes of each group of devices, in data flow order."""
-        rows: defaultdict[int, list[int]] = defaultdict(list)
+    def rows(self, where: Filter) -> list[_Row]:
+        """The matched nodes of each group of devices."""
+        places = self._places
+        matched: defaultdict[int, list[int]] = defaultdict(list)
         for number in self._matching(where):
-            if not self._dag.nodes[number].devices:
+            matched[places[number]].append(number)
+        rows = []
+        for place, numbers in matched.items():
+            if not self._dag.nodes[numbers[0]].devices:
                 raise DirectiveError(
-                    f"{name_of(self._dag, number)} is not placed yet: place it before ordering it"
+                    f"{name_of(self._dag, numbers[0])} is not placed yet: place it before "
+                    "ordering it"
                 )
-            rows[self._places[number]].append(number)
-        for row in rows.values():
-            row.sort(key=lambda number: natural(self._dag.nodes[number]))
+            order, apart = self._flow(numbers)
+            pairs = [(numbers[a], numbers[b]) for a, b in apart]
+            rows.append(_Row(place, [numbers[i] for i in order], pairs))
         return rows
 
-    def feeds(self, before: int, number: int) -> bool:
-        """Whether ``number`` reads an output of ``before``, so that no order edge is needed."""
-        nodes = self._dag.nodes
-        return not set(nodes[before].writes).isdisjoint(nodes[number].reads)
+    def _flow(self, numbers: list[int]) -> _Flow:
+        """The data flow order of nodes. The values of a pass follow from its chunk and microbatch,
+        so the same passes of other microbatches have the same order."""
+        ops = [self._dag.nodes[number].compute for number in numbers]
+        first = ops[0].microbatch
+        key = tuple([(op.chunk, op.which, op.microbatch - first) for op in ops])
+        if key not in self._flows:
+            nodes = [self._dag.nodes[number] for number in numbers]
+            order = sorted(range(len(nodes)), key=lambda i: natural(nodes[i]))
+            pairs = itertools.pairwise(order)
+            apart = [(a, b) for a, b in pairs if set(nodes[a].writes).isdisjoint(nodes[b].reads)]
+            self._flows[key] = order, apart
+        return self._flows[key]
 
     def _matching(self, where: Filter) -> list[int]:
         numbers = self._index.matching(where)

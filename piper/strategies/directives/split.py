@@ -6,6 +6,7 @@ F ─▶ B          split(into="MB", parts=2)        F MB[0] ─▶ B MB[0]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -50,21 +51,21 @@ class Split(Directive):
                 f"Numbers that divide it: {', '.join(map(str, sizes))}. Set parts= of split, or "
                 "microbatches= of mesh, to one of them, or change the batch"
             )
-        nodes = tuple(
-            self._copy(dag, node, microbatch, me)
-            for microbatch in range(self.parts)
-            for node in dag.nodes
-        )
-        return replace(dag, nodes=nodes, microbatches=(self.into, self.parts))
+        nodes: list[Node] = []
+        for microbatch in range(self.parts):
+            values = dag.table.numbers(microbatch)
+            nodes += [self._copy(node, microbatch, values, me) for node in dag.nodes]
+        return replace(dag, nodes=tuple(nodes), microbatches=(self.into, self.parts))
 
-    def _copy(self, dag: Dag, node: Node, microbatch: int, me: int) -> Node:
-        first, op = microbatch * dag.table.size, node.compute
+    def _copy(self, node: Node, microbatch: int, values: Sequence[int], me: int) -> Node:
+        """``node`` for a microbatch whose values have the numbers ``values``."""
+        op = node.compute
         return structs.replace(
             node,
             op=Compute(op.chunk, op.which, microbatch),
             tags={**node.tags, self.into: microbatch},
-            reads=tuple([first + value for value in node.reads]),
-            writes=tuple([first + value for value in node.writes]),
+            reads=tuple([values[value] for value in node.reads]),
+            writes=tuple([values[value] for value in node.writes]),
             made_by=me,
         )
 
