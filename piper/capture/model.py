@@ -170,21 +170,19 @@ def capture(
     example = Batch.of(inputs, targets)
     _check(model, loss, targets)
     kind = choice("precision", precision, Precision, CaptureError)
+    request = TraceRequest(
+        model,
+        example,
+        loss,
+        tags or {},
+        microbatches,
+        where,
+        outputs,
+        kind.dtype,
+        Found() if found is None else found.copied(),
+    )
     with _tracing():
-        return _capture(
-            model,
-            example,
-            loss,
-            tags or {},
-            microbatches,
-            where,
-            chosen,
-            policy,
-            outputs,
-            kind,
-            passes or Passes(),
-            Found() if found is None else found.copied(),
-        )
+        return _capture(request, chosen, policy, passes or Passes())
 
 
 def trace(
@@ -228,27 +226,14 @@ def _tracing() -> Iterator[None]:
 
 
 def _capture(
-    model: nn.Module,
-    example: Batch,
-    loss: Loss,
-    tags: Mapping[str, str],
-    microbatches: int,
-    where: torch.device,
-    chosen: Compiler,
-    policy: RematPolicy,
-    outputs: Outputs | None,
-    precision: Precision,
-    passes: Passes,
-    found: Found,
+    request: TraceRequest, compiler: Compiler, policy: RematPolicy, passes: Passes
 ) -> Captured:
-    dtype = precision.dtype
-    exported, pieces = _exported(
-        TraceRequest(model, example, loss, tags, microbatches, where, outputs, dtype, found)
-    )
+    exported, pieces = _exported(request)
+    model, loss = request.model, request.loss
     trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     if isinstance(loss, nn.Module):
         trained |= {LOSS_PREFIX + n for n, p in loss.named_parameters() if p.requires_grad}
-    joints = differentiate(pieces, trained.__contains__, chosen)
+    joints = differentiate(pieces, trained.__contains__, compiler)
     refuse_empty(pieces, exported.regions, exported.loss_region)
     return Captured(
         cut=pieces,
@@ -256,21 +241,21 @@ def _capture(
         joints=joints,
         constants=exported.constants,
         output_tree=exported.output_tree,
-        example=example,
-        microbatches=microbatches,
-        device=where,
-        compiler=chosen,
+        example=request.batch,
+        microbatches=request.parts,
+        device=request.device,
+        compiler=compiler,
         remat=policy,
         traced=exported.traced,
         computation=exported.computation,
         checkpoints=exported.checkpoints,
-        master=torch.float32 if precision is Precision.BF16 else None,
+        master=None if request.dtype is None else torch.float32,
         declared=_declared(model),
         totals=exported.totals,
         mixing=exported.mixing,
         tracing=exported.tracing,
         repeated=exported.repeated,
-        found=found,
+        found=request.found,
     )
 
 
