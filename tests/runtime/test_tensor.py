@@ -899,6 +899,33 @@ def test_gpt2_as_it_is_with_dropout(how: str) -> None:
     assert_same(train(several, tokens()), train(one, tokens()), CLOSE)
 
 
+class Noisy(nn.Module):
+    """Dropout of a fused result before it is split, and noise that torch has no sharding rule
+    for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 8)
+        self.fused, self.down = nn.Linear(8, 16, bias=False), nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        gate, up = F.dropout(self.fused(x), 0.3).chunk(2, -1)
+        both = F.silu(gate) * up
+        return self.head(x + self.down(both * (1 + torch.rand_like(both))))
+
+
+def test_other_draws_are_those_of_the_whole() -> None:
+    """Other random operations draw on gathered values, and are named."""
+    torch.manual_seed(0)
+    model = Noisy().double()
+    one = program_of(model, [split(parts=2), place({}, devices=[0])])
+    several = program_of(model, tensor(parameters={"fused": "column", "down": "row"}))
+    assert any(name.startswith("rand_like") for x in several.waste for name in x.operations)
+    assert_same(train(several, batches()), train(one, batches()), CLOSE)
+
+
 # refusals
 
 

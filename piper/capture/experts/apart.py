@@ -69,7 +69,7 @@ def _propagated(
     ends = [None] * (body.outputs + body.updates)
     try:
         with quiet_tracing():
-            local = propagate(body, placing, given, ends, [None] * body.inputs, placing.name)
+            local = propagate(body, placing, given, ends, [None] * body.inputs)
     except MisfitError as misfit:
         raise CaptureError(
             f"region {placing.name} cannot run on a share of its experts: its operations name the "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
+from piper.capture.graphs import is_random
 from piper.capture.intercept.autograd_functions import FunctionCall
 from piper.capture.shard.placements import (
     REPLICATED,
@@ -161,7 +162,7 @@ class Placing:
         made, whole = self._summed(x, self.made[x]), x.meta["val"]
         if made == placement or not isinstance(whole, Tensor) or x in self.free:
             return 0
-        nbytes = int(whole.numel() * whole.dtype.itemsize)
+        nbytes = whole.nbytes
         if isinstance(made, Shard) and isinstance(placement, Shard):
             return 2 * nbytes // self.axis.ways
         return nbytes + (nbytes if made != REPLICATED else 0)
@@ -169,8 +170,8 @@ class Placing:
     def _ask(self, node: fx.Node, needs: dict[fx.Node, Any]) -> Any:
         if all(p == REPLICATED for p in needs.values()):
             return alike(node.meta["val"], REPLICATED)
-        if isinstance(node.target, FunctionCall):
-            return None  # there is no rule for its backward
+        if isinstance(node.target, FunctionCall) or is_random(node):
+            return None  # no rule knows its backward, or the numbers that the whole draws
         padded: set[int] = set()
         for x, placement in needs.items():
             if isinstance(placement, Shard) and isinstance(x.meta["val"], Tensor):

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial
 from torch.utils import _pytree as pytree
 
-from piper.base.errors import CaptureError
 from piper.capture.blame import operation_text
 from piper.capture.chunk.chunks import Body
 from piper.capture.chunk.recomputing import recomputed_in
@@ -77,13 +76,12 @@ def propagate(
     given: Sequence[LocalLayout],
     wanted: Sequence[TensorPlacement | None],
     split: Sequence[int | None],
-    name: str,
 ) -> Local:
     """The share of ``body`` on each device along an axis. ``placing`` chooses the placements of its
     values. ``given`` are those of its arguments, ``wanted`` those of its results, None where they
-    are open. ``split`` are the dimensions along which to shard inputs that all devices have whole.
-    ``name`` is for errors."""
-    propagation = _Propagation(body, placing, given, name)
+    are open. ``split`` are the dimensions along which to shard inputs that all devices have
+    whole."""
+    propagation = _Propagation(body, placing, given)
     propagation.split(split)
     for node in propagation.nodes():
         propagation.visit(node)
@@ -96,12 +94,10 @@ class MisfitError(Exception):
 
 
 class _Propagation:
-    def __init__(
-        self, body: Body, placing: Placing, given: Sequence[LocalLayout], name: str
-    ) -> None:
+    def __init__(self, body: Body, placing: Placing, given: Sequence[LocalLayout]) -> None:
         first = body.fakes()[0]
         self._placing, self.axis = placing, placing.axis
-        self._ways, self._device, self._name = self.axis.ways, first.device, name
+        self._ways, self._device = self.axis.ways, first.device
         self._out = LocalGraph(first.fake_mode, first.device, self.axis)
         self._made = placing.made
         self._reads: Mapping[fx.Node, Any] = {}
@@ -167,13 +163,6 @@ class _Propagation:
     def _compute(self, node: fx.Node, form: Form) -> None:
         needs, made = form.reads, form.made
         sharded = made != _replicated(made) or any(p != REPLICATED for p in needs.values())
-        if is_random(node) and sharded and not self._placing.strict:
-            if self._dropped_out(node, needs, made):
-                return
-            raise CaptureError(
-                f"region {self._name} draws random numbers in {node.target} on a shard of a value: "
-                "set dropout to 0 there"
-            )
         args, kwargs = pytree.tree_map_only(
             fx.Node,
             lambda x: self._local.read(x, needs.get(x), sharded),
@@ -189,24 +178,6 @@ class _Propagation:
             self._local[node] = self._out.call(aten.div.Scalar, (local, self._ways), sharded=True)
         else:
             self._emit(node, node.target, args, kwargs, sharded)
-
-    def _dropped_out(self, node: fx.Node, needs: Mapping[fx.Node, Any], made: Any) -> bool:
-        """Emit a dropout on a shard, with this device's part of the whole's noise; or return
-        False."""
-        if node.target is not aten.dropout.default or not isinstance(made, Shard):
-            return False
-        whole = node.meta["val"]
-        (source,) = node.all_input_nodes
-        size, kind = list(whole.shape), {"dtype": whole.dtype, "device": self._device}
-        ones = self._out.call(aten.ones.default, (size,), True, **kind)
-        self._out.constants.add(ones)
-        noise = self._out.call(aten.dropout.default, (ones, *node.args[1:]), True)
-        self._drawn(node, noise)
-        part = self._out.slice(noise, made.dim)
-        self._made[node] = made
-        read = self._local.read(source, needs[source], True)
-        self._local[node] = self._out.call(aten.mul.Tensor, (read, part), True)
-        return True
 
     def _drawn(self, node: fx.Node, local: fx.Node) -> None:
         draw = None
@@ -227,6 +198,15 @@ class _Propagation:
 
     def positions(self, size: int) -> fx.Node:
         return self._out.positions(self.rank(), size)
+
+    def noise(self, dropout: fx.Node, dim: int) -> fx.Node:
+        whole = dropout.meta["val"]
+        size, kind = list(whole.shape), {"dtype": whole.dtype, "device": self._device}
+        ones = self._out.call(aten.ones.default, (size,), True, **kind)
+        self._out.constants.add(ones)
+        noise = self._out.call(aten.dropout.default, (ones, *dropout.args[1:]), True)
+        self._drawn(dropout, noise)
+        return self._out.slice(noise, dim)
 
     def moved(
         self, local: fx.Node, made: TensorPlacement, wanted: TensorPlacement, *, sharded: bool
@@ -308,7 +288,7 @@ class _Propagation:
             moved = self._made[x] != REPLICATED and x not in self._placing.free
             if moved and isinstance(whole := x.meta["val"], Tensor):
                 passes = 2 if differentiable(self._local[x]) else 1
-                nbytes += passes * whole.numel() * whole.dtype.itemsize
+                nbytes += passes * whole.nbytes
         return Gathered(operation_text(node), nbytes * (self._ways - 1) // self._ways)
 
     def _natural(self, node: fx.Node) -> LocalLayout:

@@ -288,7 +288,7 @@ class _Segmenter:
         if key not in self._locals:
             resolved = _resolved(sharding.sequence, sharding.ways)
             placing = Placing(self._rules[axis], axis, resolved, routing=bool(self._routed))
-            self._locals[key] = propagate(chunk.body, placing, given, wanted, split, chunk.name)
+            self._locals[key] = propagate(chunk.body, placing, given, wanted, split)
         return self._locals[key]
 
     def _stand_in(self, node: fx.Node, ways: int) -> Body:

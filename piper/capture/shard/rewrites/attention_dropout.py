@@ -3,7 +3,8 @@ and the dropout on a shard draws the numbers that the whole would draw there.
 
     attention(q, k, v, p)      dropout(softmax(q k' + mask), p) v
 
-On GPUs, fused kernels draw in an order of their own, which shards cannot reproduce.
+On GPUs, fused kernels draw in an order of their own, which shards cannot reproduce: their inputs
+are gathered, as those of all other random operations.
 """
 
 from __future__ import annotations
@@ -15,19 +16,35 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Shard
 
 from piper.capture.graphs import arguments, called
 from piper.capture.shard.placements import SHARDED
-from piper.capture.shard.rewrites.table import Form, rewrite
+from piper.capture.shard.rewrites.table import Form, Share, rewrite
 from piper.capture.shard.shard_axis import ShardAxis
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
 
 
-@rewrite(aten.dropout.default, torch=False)
+@rewrite(aten.dropout.default)
 def dropout(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form | None:
-    """Each element is dropped by itself."""
+    """A device multiplies its shard by its part of the noise that the whole would draw."""
+    (source,) = node.all_input_nodes
+    sharded = placed[source]
+    if not isinstance(sharded, Shard):
+        return None
+
+    def emit(share: Share) -> fx.Node:
+        part = share.noise(node, sharded.dim)
+        return share.call(aten.mul.Tensor, share.read(source), part)
+
+    return Form(placed, sharded, emit)
+
+
+@rewrite(aten.dropout.default, torch=False)
+def parts(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form | None:
+    """Each element is dropped by itself: experts draw numbers of their own."""
     (source,) = node.all_input_nodes
     return Form(placed, placed[source]) if isinstance(placed[source], SHARDED) else None
 

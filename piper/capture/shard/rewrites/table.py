@@ -36,6 +36,11 @@ class Share(Protocol):
         """The positions in the whole of the ``size`` elements of this device's part."""
         ...
 
+    def noise(self, dropout: fx.Node, dim: int) -> fx.Node:
+        """The factors by which a dropout of the whole multiplies this device's part along
+        ``dim``."""
+        ...
+
     def moved(
         self, local: fx.Node, made: TensorPlacement, wanted: TensorPlacement, *, sharded: bool
     ) -> fx.Node:
