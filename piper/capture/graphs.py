@@ -123,13 +123,19 @@ def module_of(graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(torch.nn.Module(), graph)
 
 
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of ``graph``; the values of its nodes are the same objects."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
 def named_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """``module`` with its new tensors on ``device``, which may differ from the one it was traced
     on."""
     if all(node.kwargs.get("device", device) == device for node in module.graph.nodes):
         return module
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    graph = copied(module.graph)
     for node in graph.nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": device}
@@ -227,14 +233,15 @@ def moved(graph: fx.Graph, *, fused: bool) -> int:
             continue
         made, unused = _made(node)
         read = set(node.all_input_nodes)
-        total += sum(made.values()) + unused + sum(map(_nbytes, read))
+        total += sum(made.values()) + unused + sum(map(nbytes_of, read))
     if fused:
         ends = {*returned(graph), *(node for node in graph.nodes if node.op == "placeholder")}
-        total += sum(map(_nbytes, ends))
+        total += sum(map(nbytes_of, ends))
     return total
 
 
-def _nbytes(node: fx.Node) -> int:
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of the storage of a node's tensor; 0 for another value."""
     value = node.meta.get("val")
     return TensorSpec.of(value).nbytes if isinstance(value, Tensor) else 0
 

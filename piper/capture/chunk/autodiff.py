@@ -312,16 +312,12 @@ def _conjugate_numbers(graph: fx.Graph) -> None:
     conjugates a tensor that holds it; the graph has the number itself in place of that tensor."""
     aten = torch.ops.aten
     for node in list(graph.nodes):
-        if node.target in (aten._conj.default, aten.clone.default) and _is_complex(node.args[0]):
-            number = node.args[0]
+        number = node.args[0] if node.args else None
+        if node.target in (aten._conj.default, aten.clone.default) and isinstance(number, complex):
             number = number.conjugate() if node.target is aten._conj.default else number
             for user in list(node.users):
                 user.args = tuple(number if arg is node else arg for arg in user.args)
             graph.erase_node(node)
-
-
-def _is_complex(x: object) -> bool:
-    return isinstance(x, complex)
 
 
 def _functionalize(module: fx.GraphModule) -> fx.GraphModule:

@@ -13,9 +13,8 @@ from collections.abc import Collection
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from piper.capture.graphs import ancestors, is_random, node_flops, returned
+from piper.capture.graphs import ancestors, is_random, nbytes_of, node_flops, returned
 from piper.capture.trace.exported import Exported
-from piper.ir.tensors import TensorSpec
 
 _FLOPS = 8
 """The most FLOPs of matrix products for each element of a recomputed value."""
@@ -76,14 +75,10 @@ def is_cheap(node: fx.Node, sources: Collection[fx.Node]) -> bool:
         return False
     ops = ancestors([node], sources)
     read = {arg for op in ops for arg in op.all_input_nodes if arg in sources}
-    if sum(_nbytes(source) for source in read) >= _nbytes(node):
+    if sum(map(nbytes_of, read)) >= nbytes_of(node):
         return False
     flops = sum(node_flops(op) for op in ops if op.op == "call_function")
     return flops <= _FLOPS * node.meta["val"].numel()
-
-
-def _nbytes(node: fx.Node) -> int:
-    return TensorSpec.of(node.meta["val"]).nbytes
 
 
 def _derived(exported: Exported, constants: Collection[fx.Node]) -> dict[fx.Node, None]:

@@ -13,7 +13,15 @@ from torch import fx
 
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.recomputing import is_cheap
-from piper.capture.graphs import ancestors, base_of, has_tensor, is_random, module_of, returned
+from piper.capture.graphs import (
+    ancestors,
+    base_of,
+    copied,
+    has_tensor,
+    is_random,
+    module_of,
+    returned,
+)
 from piper.ir.passes import Kind, Ref, RematPolicy
 
 
@@ -73,7 +81,7 @@ def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
 
     if not joint.gradients:
         return joint, []
-    module = module_of(_copied(joint.graph))
+    module = module_of(copied(joint.graph))
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     # its common subexpression elimination would merge some random ops
     shares = not any(is_random(node) for node in module.graph.nodes)
@@ -84,12 +92,6 @@ def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
     kept = {node.name for node in returned(forward.graph)[len(joint.results) :]}
     joint = joint.moved_to(module.graph)
     return joint, [n for n in joint.graph.nodes if n.op == "call_function" and n.name in kept]
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
 
 
 def _closed(joint: Joint, kept: list[fx.Node]) -> tuple[fx.Node, ...]:

@@ -25,7 +25,7 @@ from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.code.gpu_index import make_fakes, move_values, name_gpu
 from piper.capture.code.peephole import leave_out, products_of, write_into
 from piper.capture.code.strides import keep_strides, strides_of
-from piper.capture.graphs import module_of
+from piper.capture.graphs import copied, module_of
 from piper.capture.intercept.generators import default_exchanged, draw_privately, take_seeds
 from piper.capture.operators.grouped_mm import EAGER
 from piper.ir.passes import Kind, Pass, RematPolicy
@@ -70,8 +70,7 @@ class Eager:
         return tuple(i for i in products if function.results[i].kind is Kind.PARAMETER_GRAD)
 
     def compile(self, function: Function, which: Pass, where: torch.device) -> Runner:
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(function.module.graph, {}))
+        graph = copied(function.module.graph)
         name_gpu(graph, where)
         into = self.into(function)
         write_into(graph, into)
@@ -141,8 +140,7 @@ class Inductor:
         from torch._inductor.compile_fx import compile_fx_inner
 
         compiler_config: Any = torch.compiler.config
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(function.module.graph, {}))
+        graph = copied(function.module.graph)
         results = graph.output_node()
         # the other passes were traced with the present strides of these results
         results.meta["user_visible_output_idxs"] = list(range(len(function.results)))

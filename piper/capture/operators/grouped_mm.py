@@ -22,7 +22,7 @@ _OURS = "piper::"
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """``x`` [rows, k] by ``weight`` [experts, k, n]: [rows, n]."""
     if _fused(x):
-        fused: Tensor = torch._grouped_mm(_packed(x), _aligned(weight), offs=offsets)
+        fused: Tensor = torch._grouped_mm(x.contiguous(), _aligned(weight), offs=offsets)
         return fused.masked_fill_(_after(offsets, len(x)), 0)
     if _captured(x):
         out = x.new_zeros(x.shape[0], weight.shape[2])
@@ -42,7 +42,7 @@ def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """The sum over each expert's rows of ``x`` [rows, k] times ``y`` [rows, n]:
     [experts, k, n]."""
     if _fused(x):
-        fused: Tensor = torch._grouped_mm(_packed(x).t(), _packed(y), offs=offsets)
+        fused: Tensor = torch._grouped_mm(x.contiguous().t(), y.contiguous(), offs=offsets)
         return fused
     if _captured(x):
         zero = x.new_zeros(())
@@ -231,10 +231,6 @@ def _members(offsets: Tensor, rows: int) -> Iterator[Tensor]:
     for end in offsets:
         yield (places >= start) & (places < end)
         start = end
-
-
-def _packed(x: Tensor) -> Tensor:
-    return x.contiguous()
 
 
 def _aligned(weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -59,6 +59,12 @@ class Question:
         )
         single = {values[x]: p for x, p in given.items() if isinstance(p, PartPlacement)}
         return Question(node.target, args, kwargs, single)  # type: ignore[arg-type]
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        """The mode of its tensors."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return next(x.fake_mode for x in leaves if isinstance(x, FakeTensor))
 
     def run(self, on: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
         """The results, with ``on`` applied to the tensors."""
@@ -104,11 +110,10 @@ class Rules:
     def _torch(self, call: Question, spread: int = 0) -> Placements | None:
         """The answer of torch's rules. A tensor that is repeated ``spread`` times may count
         as sharded."""
-        fake = next(x for x in pytree.tree_leaves((call.args, call.kwargs)) if _is_fake(x))
         divisor = self._axis.parts if self._axis.head_tail else 1
         asking = _Asking(self._mesh, call.given, divisor, spread)
         try:
-            with torch.no_grad(), fake.fake_mode, asking:
+            with torch.no_grad(), call.fake_mode, asking:
                 made = call.run()
         except NotImplementedError:
             raise
@@ -129,18 +134,13 @@ class Rules:
             shape[placed.dim] = self._axis.shard(shape[placed.dim])
             return x.new_empty(shape)
 
-        fake = next(x for x in pytree.tree_leaves((call.args, call.kwargs)) if _is_fake(x))
         numbers = Numbers()
         try:
-            with torch.no_grad(), fake.fake_mode, numbers:
+            with torch.no_grad(), call.fake_mode, numbers:
                 call.run(shard)
         except _UNKNOWN:
             pass  # its arguments have sizes, which `resized` replaces later
         return numbers.numbers
-
-
-def _is_fake(x: object) -> bool:
-    return isinstance(x, FakeTensor)
 
 
 def _key(node: fx.Node, given: InputPlacements) -> object:

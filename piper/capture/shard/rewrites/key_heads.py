@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.tensor import Shard
 
 from piper.capture.experts.part_rules import Mixed, UnknownOperation, part_rules
@@ -70,9 +70,10 @@ def wider_heads(
         if dims.get(end) != len(end.meta["val"].shape) - 3:
             return {}
         shared = query.meta["val"].shape[-3] // heads  # type: ignore[union-attr]
-        exchanged += _nbytes(end) * (1 + shared)  # before and after repetition for the queries
+        # before and after repetition for the queries
+        exchanged += end.meta["val"].nbytes * (1 + shared)
         sharded = [x for x in parameters if placed[x] != REPLICATED]
-        gathered += sum(map(_nbytes, sharded)) * (ways - 1)
+        gathered += sum(x.meta["val"].nbytes for x in sharded) * (ways - 1)
         operations |= {x: Wider(dim, heads, times, parameters) for x, dim in dims.items()}
     return operations if gathered < exchanged else {}
 
@@ -122,8 +123,3 @@ def _dims(
         if type(made) is not Shard or not same:
             return {}
     return {node: known[node].dim for node in path}  # type: ignore[union-attr]
-
-
-def _nbytes(node: fx.Node) -> int:
-    value: Tensor = node.meta["val"]
-    return value.numel() * value.dtype.itemsize
