@@ -34,6 +34,13 @@ def choice(
         raise error(f"{argument}={name!r} is unknown: one of {names}") from None
 
 
+def whole_number(name: str, given: object, least: int = 1, *, otherwise: str = "") -> int:
+    """``given``, if it is a whole number from ``least`` on. ``otherwise`` says what else may be."""
+    if not isinstance(given, int) or isinstance(given, bool) or given < least:
+        raise PiperError(f"{name}={given!r} must be a whole number, at least {least}{otherwise}")
+    return given
+
+
 def named_arguments(
     kind: type[PiperError], elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:

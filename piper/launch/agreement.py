@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from piper.base.arguments import whole_number
 from piper.base.errors import PiperError
 from piper.capture.code.serialize import program_to_json
 from piper.launch.optimizer_facts import OptimizerFacts, difference, facts_of, places_of, plain
@@ -213,11 +214,7 @@ class _BatchChecks:
     """Compares the first batches, then every ``every``-th; no batch if ``every`` is 0."""
 
     def __init__(self, every: int, everyone: Everyone) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise PiperError(
-                f"check_batches={every!r} must be a number of steps, or 0 to compare no batches"
-            )
-        self._every = every
+        self._every = whole_number("check_batches", every, 0)
         self._everyone = everyone
         self._seen = 0
 

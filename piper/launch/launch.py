@@ -6,7 +6,7 @@ import difflib
 from dataclasses import fields
 from typing import Any
 
-from piper.base.arguments import Recover, choice
+from piper.base.arguments import Recover, choice, whole_number
 from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.base.units import class_text, seconds_of
@@ -81,7 +81,7 @@ def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
     launcher = LAUNCHERS[choice("on", on, Where)]
     _refuse_unknown(on, options, launcher.options)
     times = {name: seconds_of(name, options[name]) for name in _TIMES if name in options}
-    _refuse_count("restarts", options.get("restarts", 0))
+    whole_number("restarts", options.get("restarts", 0), 0)
     _check_recover(on, options)
     group: WorkerGroup = launcher.worker_group()(launcher.options(**{**options, **times}))
     return group
@@ -108,12 +108,6 @@ def _check_recover(on: str, options: dict[str, Any]) -> None:
             "recover='reroute' is for on='processes': on='ray' replaces the workers of a lost "
             "machine (recover='replace')"
         )
-
-
-def _refuse_count(name: str, given: object) -> None:
-    """Refuse an option that is no count."""
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise PiperError(f"{name}={given!r} must be a whole number, 0 or more")
 
 
 def _refuse_unknown(on: str, options: dict[str, Any], kind: type[Options]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from piper.base.arguments import whole_number
 from piper.base.errors import PiperError, PiperWarning
 from piper.base.modes import without_modes
 from piper.base.units import class_text, counted
@@ -116,8 +117,7 @@ def verify(
             "verify trains the model in plain PyTorch too, and a program that was loaded has no "
             "model: compile it from its model, or give the command line its script"
         )
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise PiperError(f"steps={steps!r} must be a positive whole number")
+    whole_number("steps", steps)
     _refuse_without_values(given)
     rows = list(itertools.islice(_batches(given.batch, batches), steps))
     if not rows:

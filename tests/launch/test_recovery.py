@@ -239,7 +239,7 @@ def times(seconds: Iterable[float]) -> str:
 
 @pytest.mark.parametrize("restarts", [-1, True, 1.5, "2"])
 def test_restarts_that_are_no_count(restarts: object) -> None:
-    with pytest.raises(piper.PiperError, match="must be a whole number, 0 or more"):
+    with pytest.raises(piper.PiperError, match="must be a whole number, at least 0"):
         piper.launch(program(CASE), on="processes", restarts=restarts)
 
 

@@ -72,7 +72,7 @@ def test_shapes_that_change_from_step_to_step(on: str) -> None:
 
 def test_shapes_that_are_refused(tmp_path: Path) -> None:
     made = program(Tagger())
-    with pytest.raises(PiperError, match="shapes=-1 must be a number of further shapes"):
+    with pytest.raises(PiperError, match="shapes=-1 must be a whole number"):
         piper.launch(made, shapes=-1)
     with piper.launch(made, shapes=1) as trainer:
         for words, rows, length in (

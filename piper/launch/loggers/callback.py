@@ -86,13 +86,6 @@ class Observations:
         return self._due.pop(0) if self._due else None
 
 
-def check_every(every: object) -> int:
-    """``every`` if it is a number of steps; anything else is refused."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise PiperError(f"every={every!r} must be a whole number, at least 1")
-    return every
-
-
 @contextmanager
 def told(callbacks: Sequence[Callback], trainer: Any) -> Iterator[None]:
     """Call ``on_begin`` of callbacks that have it, and ``on_end`` of every callback at the end of

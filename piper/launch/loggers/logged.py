@@ -12,8 +12,8 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
+from piper.base.arguments import whole_number
 from piper.base.errors import PiperError
-from piper.launch.loggers.callback import check_every
 from piper.launch.trainer.step_result import StepResult
 from piper.launch.watch.progress_bar import Pace
 
@@ -57,7 +57,7 @@ class Logger(ABC):
     """Writes the scalars of every ``every``-th step, and of each evaluation."""
 
     def __init__(self, every: int) -> None:
-        self._every = check_every(every)
+        self._every = whole_number("every", every)
         self._begun = False
         self._pace: Pace | None = None
 

@@ -5,8 +5,8 @@ Such a step takes longer and gives the same numbers.
 
 from __future__ import annotations
 
+from piper.base.arguments import whole_number
 from piper.launch.device.report import ProfileKind
-from piper.launch.loggers.callback import check_every
 from piper.launch.trainer.step_result import StepResult
 
 
@@ -16,7 +16,7 @@ class _Observing:
     kind: ProfileKind
 
     def __init__(self, *, every: int) -> None:
-        self._every = check_every(every)
+        self._every = whole_number("every", every)
 
     def observes(self, step: int) -> ProfileKind | None:
         return self.kind if step % self._every == 0 else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from piper.base.arguments import named_arguments
+from piper.base.arguments import named_arguments, whole_number
 from piper.base.errors import PiperError
 from piper.base.units import class_text
 from piper.capture.batch import Pad
@@ -92,10 +92,11 @@ class FitOptions:
     """Values that fill up smaller batches; see ``Trainer.step``."""
 
     def __post_init__(self) -> None:
-        _check_number("steps", self.steps, 0)
-        for name in ("epochs", "evaluate_every", "patience", "every", "keep"):
-            _check_number(name, getattr(self, name), 1)
-        _check_number("progress", None if self.progress in (True, False) else self.progress, 1)
+        for name in ("steps", "epochs", "evaluate_every", "patience", "every", "keep"):
+            if (number := getattr(self, name)) is not None:
+                whole_number(name, number, int(name != "steps"), otherwise=", or None")
+        if self.progress not in (True, False):
+            whole_number("progress", self.progress, otherwise=", or a bool")
         saves = self.every is not None or self.resume is True or self.keep is not None
         if self.checkpoint is None and (saves or self.background or self.keep_best):
             raise PiperError(
@@ -118,12 +119,6 @@ class FitOptions:
                 f"evaluate= is {class_text(self.evaluate)}, and the batches are read several "
                 "times: give a list, a loader, or a function that yields batches"
             )
-
-
-def _check_number(name: str, number: object, least: int) -> None:
-    whole = isinstance(number, int) and not isinstance(number, bool)
-    if number is not None and not (whole and number >= least):  # type: ignore[operator]
-        raise PiperError(f"{name}={number!r} must be a whole number, at least {least}, or None")
 
 
 def with_options(

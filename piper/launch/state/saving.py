@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from piper.base.arguments import whole_number
 from piper.base.atomic import Staged, stage
 from piper.base.errors import PiperError, warn
 from piper.base.reading import MalformedError, file_bytes
@@ -83,10 +84,7 @@ def prepare(group: WorkerGroup, path: str | Path, keep: int | None) -> Staged:
     """Check the arguments of a save, and stage the folder to write to."""
     target = _absolute(path)
     if keep is not None:
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise PiperError(
-                f"keep={keep!r} must be a whole number, at least 1, or None to keep all"
-            )
+        whole_number("keep", keep, otherwise=", or None to keep all")
         numbered(target)
     return group.once(lambda: stage(target, CHECKPOINT))
 

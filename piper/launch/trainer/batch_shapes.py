@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from piper.base.arguments import whole_number
 from piper.base.errors import PiperError
 from piper.capture.batch import Batch
 from piper.program.program import Program
@@ -18,12 +19,8 @@ class BatchShapes:
     """The programs of a model by batch shapes: the first, and at most ``most`` others."""
 
     def __init__(self, first: Program, most: int) -> None:
-        if not isinstance(most, int) or isinstance(most, bool) or most < 0:
-            raise PiperError(
-                f"shapes={most!r} must be a number of further shapes that batches may have, or 0"
-            )
         self.first = first
-        self.most = most
+        self.most = whole_number("shapes", most, 0)
         self._known = {first.example.shapes: first}
 
     def rows_of(self, batch: Batch) -> int | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from piper.base.arguments import named_arguments
+from piper.base.arguments import named_arguments, whole_number
 from piper.base.errors import PiperError
 from piper.base.paths import path_of
 from piper.base.tracking import Alive
@@ -158,8 +158,7 @@ class Trainer:
         compiled with. With ``kernels`` the last step also runs under torch's profiler, which makes
         it slower.
         """
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise PiperError(f"steps={steps!r} must be a whole number, at least 1")
+        whole_number("steps", steps)
         given = batch or self.example
         measured = []
         for step in range(steps):
