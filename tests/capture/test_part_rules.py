@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.experts.part_rules import Mixed, UnknownOperation, part_rules
 from piper.capture.shard.placements import REPLICATED, Placements, sections
-from piper.capture.shard.rewrites.resizing import resized, takes_sizes
+from piper.capture.shard.rewrites.shapes import resized, takes_sizes
 
 aten = torch.ops.aten
 PARTS = 3

@@ -30,8 +30,7 @@ from piper.capture.shard.placements import (
 )
 from piper.capture.shard.rewrites.attention_dropout import ATTENTION
 from piper.capture.shard.rewrites.fused_weights import dim_of
-from piper.capture.shard.rewrites.resizing import resized, takes_sizes
-from piper.capture.shard.rewrites.views import VIEWS, viewed
+from piper.capture.shard.rewrites.shapes import VIEWS, resized, takes_sizes, viewed
 from piper.capture.shard.shard_axis import PartAxis, ShardAxis
 from piper.capture.shard.sharding_rules import InputPlacements, Question, Rules
 from piper.capture.trace.quiet import hushed_loggers

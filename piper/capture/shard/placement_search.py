@@ -24,8 +24,8 @@ from piper.capture.shard.placements import (
     plain,
 )
 from piper.capture.shard.rewrites.routing import routed
+from piper.capture.shard.rewrites.shapes import VIEWS, viewed
 from piper.capture.shard.rewrites.table import REWRITES, Form
-from piper.capture.shard.rewrites.views import VIEWS, viewed
 from piper.capture.shard.shard_axis import ShardAxis
 from piper.capture.shard.sharding_rules import Rules
 

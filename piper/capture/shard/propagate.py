@@ -37,7 +37,7 @@ from piper.capture.shard.placements import (
     is_shard,
 )
 from piper.capture.shard.rewrites.graph_rewrites import rewritten
-from piper.capture.shard.rewrites.resizing import resized
+from piper.capture.shard.rewrites.shapes import resized
 from piper.capture.shard.rewrites.table import Form
 from piper.ir.shards import Draw, Gathered, Redistribution
 

@@ -26,7 +26,7 @@ from piper.ir.dag.filters import Filter, FilterLike, TagIndex, select
 from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Compute, Group
 from piper.ir.passes import Pass
-from piper.strategies.directives.crossing import natural, refuse_crossing
+from piper.strategies.crossing import natural, refuse_crossing
 from piper.strategies.directives.directive import Directive, plain_filter
 
 _Entries = Sequence[tuple[int, list[list[Filter]]]]

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard
 
 from piper.capture.graphs import arguments
 from piper.capture.shard.placements import ShardedSections
+from piper.capture.shard.rewrites.shapes import VIEWS
 from piper.capture.shard.rewrites.table import Form, Share, rewrite
-from piper.capture.shard.rewrites.views import VIEWS
 from piper.capture.shard.shard_axis import ShardAxis
 
 aten = torch.ops.aten

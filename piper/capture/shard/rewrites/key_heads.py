@@ -22,7 +22,7 @@ from piper.capture.experts.part_rules import Mixed, UnknownOperation, part_rules
 from piper.capture.graphs import called, is_random
 from piper.capture.shard.placements import REPLICATED, Placements
 from piper.capture.shard.rewrites.attention import repeated_heads
-from piper.capture.shard.rewrites.resizing import resized
+from piper.capture.shard.rewrites.shapes import resized
 
 aten = torch.ops.aten
 
