@@ -149,5 +149,5 @@ def _base(name: str) -> str:
 
 def _number(name: str) -> int:
     """The number at the end of a name; the first name of its kind has none."""
-    found = _SUFFIX.search(name)
-    return int(found[1]) if found else 0
+    suffix = _SUFFIX.search(name)
+    return int(suffix[1]) if suffix else 0

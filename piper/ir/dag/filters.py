@@ -72,13 +72,13 @@ class TagIndex:
     def matching(self, where: Filter) -> list[int]:
         """The numbers of the matching nodes, in order."""
         terms = where.terms
-        found = self._numbers(tuple([term.name for term in terms]))
+        numbers = self._numbers(tuple([term.name for term in terms]))
         values = [term.values for term in terms if term.values is not None]
-        if len(values) == len(terms) and math.prod(map(len, values)) <= len(found):
+        if len(values) == len(terms) and math.prod(map(len, values)) <= len(numbers):
             keys: Iterable[tuple[Tag | None, ...]] = itertools.product(*values)
         else:
-            keys = [k for k in found if all(t.accepts(x) for t, x in zip(terms, k, strict=True))]
-        rows = [found[key] for key in keys if key in found]
+            keys = [k for k in numbers if all(t.accepts(x) for t, x in zip(terms, k, strict=True))]
+        rows = [numbers[key] for key in keys if key in numbers]
         return rows[0] if len(rows) == 1 else sorted(itertools.chain.from_iterable(rows))
 
     def _numbers(self, names: tuple[str, ...]) -> dict[tuple[Tag | None, ...], list[int]]:

@@ -21,13 +21,13 @@ def evaluate(session: Session, given: Sequence[Any], *, pad: Pad | None, rows: b
     """``Trainer.evaluate``."""
     start = time.perf_counter()
     session.failed = True
-    found: Iterable[RowPiece] = _pieces(session, given, pad, rows=rows)
+    pieces: Iterable[RowPiece] = _pieces(session, given, pad, rows=rows)
     totals: list[Tensor] = []
     if (wanted := session.program.codes[1].totals) is not None:
-        found = list(found)
-        totals = _totals_of(session, wanted, found, rows=rows)
+        pieces = list(pieces)
+        totals = _totals_of(session, wanted, pieces, rows=rows)
     sums = EvaluationSums()
-    for piece in found:
+    for piece in pieces:
         with session.undisturbed():
             session.go_to_shape_of(piece.batch, rows=rows)
             inputs = [*session.tensors(piece.batch, rows=rows), *totals]
@@ -47,12 +47,12 @@ def _pieces(
     pieces = RowPieces(session.shapes, pad, rows=rows)
     for batch in batches_in(session.program, given):
         with session.undisturbed():
-            found = pieces.of(batch)
+            ready = pieces.of(batch)
             session.look_at_padding(batch, pad)
-        yield from found
+        yield from ready
     with session.undisturbed():
-        found = pieces.rest()
-    yield from found
+        ready = pieces.rest()
+    yield from ready
 
 
 def _totals_of(

@@ -90,6 +90,6 @@ def program(content: bytes) -> ChunkProgram:
     return program_from_json(pickle.loads(content))
 
 
-def found(module: str, name: str) -> Any:
+def attribute_of(module: str, name: str) -> Any:
     """What a module has under ``name``."""
     return getattr(importlib.import_module(module), name)

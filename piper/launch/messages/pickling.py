@@ -19,7 +19,7 @@ from piper.capture.code.serialize import program_to_json
 from piper.ir.plan.plan import Plan
 from piper.launch.device.weight_readers import FirstWeights
 from piper.launch.device.worker_group import BatchRows, Each
-from piper.launch.messages.calls import found, program, unpacked
+from piper.launch.messages.calls import attribute_of, program, unpacked
 from piper.launch.messages.custom_ops import defining_modules
 from piper.state.device_program import DeviceProgram
 
@@ -107,7 +107,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(item, type) and item.__module__ == "builtins":
             name = item.__name__
             if getattr(builtins, name, None) is not item and item not in _NAMELESS:
-                return found, (_home(item, name), name)
+                return attribute_of, (_home(item, name), name)
         return super().reducer_override(item)
 
 

@@ -118,7 +118,7 @@ class RayWorkerGroup(CallingGroup):
             place.actor.seat.remote(place.devices, kind, self._store, sys.path)
             for place in self._places
         ]
-        self.started = sorted(device for found in self._got(started) for device in found)
+        self.started = sorted(device for row in self._got(started) for device in row)
 
     def _placed(self, devices: int, kind: torch.device) -> list[_Place]:
         """An actor on each machine, in the order of their addresses."""
@@ -161,7 +161,7 @@ class RayWorkerGroup(CallingGroup):
     def _got(self, refs: Sequence[Any]) -> list[Any]:
         """The results of actors; a WorkerError if one is lost."""
         try:
-            found: list[Any] = self._ray.get(list(refs), timeout=self.options.start_timeout)
+            results: list[Any] = self._ray.get(list(refs), timeout=self.options.start_timeout)
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, PiperError):
                 raise error.cause from None
@@ -169,7 +169,7 @@ class RayWorkerGroup(CallingGroup):
         except self._ray.exceptions.RayError as error:
             self._lost = True
             raise WorkerError(f"a machine of the cluster is lost: {_short(error)}") from error
-        return found
+        return results
 
     # calls
 
@@ -198,14 +198,14 @@ class RayWorkerGroup(CallingGroup):
             ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=_TURN + _SILENT)
             again, still = [], list[StillWaiting]()
             for place, ref in waiting:
-                found = self._answer(place, ref) if ref in ready else self._silent(place)
-                if isinstance(found, FailedCall):
-                    failed = found if failed is None or failed.consequence else failed
-                elif isinstance(found, StillWaiting):
+                answer = self._answer(place, ref) if ref in ready else self._silent(place)
+                if isinstance(answer, FailedCall):
+                    failed = answer if failed is None or failed.consequence else failed
+                elif isinstance(answer, StillWaiting):
                     again.append((place, place.actor.answers.remote(_TURN)))
-                    still.append(found)
+                    still.append(answer)
                 else:
-                    known |= found
+                    known |= answer
             if failed is not None and (not failed.consequence or not again):
                 return failed
             stall = self.options.stall
@@ -217,7 +217,7 @@ class RayWorkerGroup(CallingGroup):
 
     def _answer(self, place: _Place, ref: Any) -> Answered:
         try:
-            found: Answered = self._ray.get(ref)
+            answer: Answered = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, PiperError):
                 raise error.cause from None
@@ -226,7 +226,7 @@ class RayWorkerGroup(CallingGroup):
             self._lost = True
             lost = f"{_devices(place)} died with the machine {place.facts.name}: {_short(error)}"
             return FailedCall(lost)
-        return found
+        return answer
 
     def _silent(self, place: _Place) -> FailedCall:
         self._lost = True

@@ -73,9 +73,9 @@ def _kept(group: CallingGroup, program: Program) -> Index | None:
         for copies in bucket.replica_groups if bucket.level else bucket.groups:
             if not set(copies).intersection(here):
                 return None
-    found: Sequence[Part | None] = group.call(WorkerDevice.give_kept)
-    parts = [part for part in found if part is not None]
-    if len(parts) < len(found) or len({part.steps for part in parts}) > 1:
+    answers: Sequence[Part | None] = group.call(WorkerDevice.give_kept)
+    parts = [part for part in answers if part is not None]
+    if len(parts) < len(answers) or len({part.steps for part in parts}) > 1:
         return None
     return index_of(program, parts, None)
 

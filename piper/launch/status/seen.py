@@ -102,7 +102,7 @@ def seen_in(content: bytes, pid: int = 0) -> SeenWorker | None:
 
 def seen_workers() -> list[SeenWorker]:
     """All workers of this user on this machine, by job and device."""
-    found: dict[tuple[int, int], SeenWorker] = {}
+    workers: dict[tuple[int, int], SeenWorker] = {}
     for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
         with suppress(OSError):  # it may end meanwhile, or belong to someone else
             if process.stat().st_uid != os.getuid():
@@ -115,5 +115,5 @@ def seen_workers() -> list[SeenWorker]:
                     key = facts.st_dev, facts.st_ino
                     worker = seen_in(link.read_bytes(), int(process.name))
                     if worker is not None:  # a child of the worker has it open, too
-                        found.setdefault(key, worker)
-    return sorted(found.values(), key=lambda worker: (worker.job, worker.device))
+                        workers.setdefault(key, worker)
+    return sorted(workers.values(), key=lambda worker: (worker.job, worker.device))

@@ -125,12 +125,12 @@ def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> Piper
     if kinds != [(x.dtype, x.dim()) for x in examples]:
         return error
     rows = {x.shape[0] for x in tensors if x.dim()}
-    size, found = program.example.size, min(rows, default=0)
+    size, here = program.example.size, min(rows, default=0)
     own = "allow a program of its own for it (piper.launch(program, shapes=1))"
-    if len(rows) == 1 and found < size:
-        fits = found % program.loss_parts == 0
+    if len(rows) == 1 and here < size:
+        fits = here % program.loss_parts == 0
         return PiperError(
-            f"{error}. A batch has {size} rows here, and this one {found}: drop the last, "
+            f"{error}. A batch has {size} rows here, and this one {here}: drop the last, "
             "smaller batch (drop_last=True), "
             f"{'' if fits else 'or '}pad it, "
             f"pad={_proposed(program, list(map(_leaves, batch)))}, with a loss that ignores the "

@@ -99,7 +99,7 @@ def _trained(
     session.go_to_shape_of(whole, rows=rows)
     program, inputs = session.program, _inputs(session, whole, rows=rows)
     session.look_at_padding(batch, pad)
-    found = running.train(
+    trained = running.train(
         session.whole, program, inputs, report=report, own_rows=rows, observe=observe
     )
     seconds = time.perf_counter() - start
@@ -107,10 +107,10 @@ def _trained(
     example = program.example
     count = example.size if pad is None else rows_in(example, example.built_like(*batch))
     if count != example.size:  # single numbers would include the padding
-        found = replace(found, outputs={})
+        trained = replace(trained, outputs={})
     first = first_tensor(batch) if pad is not None else None
     tokens = tokens_of(example, count) if first is None else first.numel()
-    return StepResult(found, program, seconds, tokens)
+    return StepResult(trained, program, seconds, tokens)
 
 
 def _inputs(session: Session, batch: Sequence[Any], *, rows: bool) -> list[Tensor]:

@@ -51,8 +51,8 @@ class ProcessWorkerGroup(CallingGroup):
         self.workers.rename(devices)
 
     def share(self, weights: FirstWeights) -> Callable[[int], FirstWeights]:
-        found = weights.in_file(self.folder / "weights.pt")
-        return lambda device: found
+        shared = weights.in_file(self.folder / "weights.pt")
+        return lambda device: shared
 
     def answers(self, message: Callable[[int], bytes]) -> DeviceAnswers:
         # one by one: the first worker can begin while the next one's part is cut
