@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,6 +59,40 @@ def test_digests_differ_where_programs_would() -> None:
     digests = [digest_of(one).text for one in everything()]
     assert len(set(digests)) == len(digests)
     assert digests == [digest_of(one).text for one in everything()]
+
+
+def sharing(*places: int) -> list[Any]:
+    """A list of lists, of which those with equal numbers are the same."""
+    lists: dict[int, list[Any]] = {}
+    return [lists.setdefault(place, []) for place in places]
+
+
+def attributed(value: int) -> Any:
+    it = Ordered()
+    it.value = value
+    return it
+
+
+class Ordered(OrderedDict[str, int]):
+    value: int
+
+
+def test_containers_differ_by_kind_items_and_sharing() -> None:
+    plain = OrderedDict[str, int]()
+    with_attribute = OrderedDict[str, int]()
+    vars(with_attribute)["hidden"] = 1
+    given: list[Any] = [
+        [], (), {}, set(), frozenset(), plain, with_attribute, [[]], [()], [{}], [[[]]],
+        [[], [1]], [[1], []], [1], [True], ["1"], [1.0], ["1", "2"], ["1', '2"], [[1, 2]], [[1], 2],
+        {"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": "1"}, {"a": [1]}, {"a": [1], "b": []},
+        {"a": [], "b": [1]}, [("a", 1)], ["plain []"], ["empty"], [scaled_loss(1), 1], {1, 2}, {1},
+        sharing(0, 0, 1), sharing(0, 1, 1), sharing(0, 1, 0), sharing(0, 1, 2),
+        attributed(1), attributed(2), Ordered(), Ordered(a=1),
+    ]  # fmt: skip
+    digests = [digest_of(one).text for one in given]
+    assert len(set(digests)) == len(digests)
+    shallow = [digest_of(shallow=[one]).text for one in given]
+    assert len(set(shallow)) == len(shallow) - 1  # the order of a dict does not count
 
 
 def test_digests_are_those_of_another_process() -> None:

@@ -32,6 +32,12 @@ def is_installed(file: str) -> bool:
     return file.startswith(_INSTALLED)
 
 
+@cache
+def is_users(file: str) -> bool:
+    """Whether a file with code is the user's."""
+    return not file.startswith("<") and not is_installed(file)
+
+
 def is_of_installed(item: type | ModuleType) -> bool:
     """Whether a class or a module is of an installed package."""
     name = item.__name__ if isinstance(item, ModuleType) else item.__module__

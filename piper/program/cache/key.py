@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -30,9 +30,10 @@ from piper.program.cache.installed import (
     file_of,
     files_in,
     is_installed,
+    is_users,
     loaded_modules,
 )
-from piper.program.compile.digest import Digest, digest_of, is_users
+from piper.program.compile.digest import Digest, digest_of
 from piper.runtime.torch_flags import Flags
 
 _LIBRARIES = re.compile(r"(TORCH(?!ELASTIC)|PYTORCH|HF_|TRANSFORMERS_|CUDA|CUBLAS|NVIDIA_)")
@@ -143,15 +144,17 @@ def _replaced() -> Iterator[tuple[str, FunctionType]]:
             continue
         for place, value in list(vars(module).items()):
             if type(value) is FunctionType:
-                parts: Mapping[str, Any] = {place: value}
+                parts: Iterable[tuple[str, Any]] = ((place, value),)
             elif issubclass(type(value), type) and value.__module__ == name:
-                parts = vars(value)
+                parts = vars(value).items()
             else:
                 continue
-            for part, function in parts.items():
-                if type(function) in (staticmethod, classmethod):
+            for part, function in parts:
+                kind = type(function)
+                if kind is staticmethod or kind is classmethod:
                     function = function.__func__
-                if type(function) is FunctionType and is_users(function):
+                    kind = type(function)
+                if kind is FunctionType and is_users(function.__code__.co_filename):
                     yield f"{name}.{place}.{part}", function
 
 

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-from piper.program.cache.installed import is_installed, is_of_installed
+from piper.program.cache.installed import is_installed, is_of_installed, is_users
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -71,6 +71,8 @@ _READ = (
     int, float, str, bytes, *msgspec.Struct.__mro__,
 )  # fmt: skip
 """Types of C code whose content counts."""
+_CONTAINERS = frozenset((dict, list, tuple, set, frozenset, OrderedDict))
+"""Types of which most objects are, and whose objects hold nothing but their items."""
 _SHALLOW = 3
 """How deep values of installed code count; the user's count as a whole."""
 _MOST = 10**6
@@ -84,6 +86,7 @@ _IMPURE = frozenset((
 """Modules with functions whose results are not those of their arguments."""
 _ANY_VALUE = frozenset(("eval", "exec", "globals", "locals", "vars", "__import__", "input"))
 """Built-in functions that may read any value."""
+_READ_GLOBALS = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"))
 _NOT_OF_A_CLASS = frozenset((
     "__dict__", "__weakref__", "__doc__", "__annotations__", "__module__", "__orig_bases__",
     "__parameters__", "__dataclass_fields__", "__dataclass_params__", "_abc_impl",
@@ -125,6 +128,7 @@ class _Walk:
         self._found: list[tuple[object, int | None]] = []  # keeps the objects, and so their ids
         self._numbers: dict[tuple[int, bool], int] = {}
         self._storages: dict[int, int] = {}
+        self._kinds: dict[type, _Kind] = {}
         self._unseen: str | None = None
         self._modules: set[str] = set()
 
@@ -149,13 +153,16 @@ class _Walk:
         if kind in _PLAIN:
             self.say(f"{kind.__name__} {item!r}")
             return
-        if depth is not None and kind is FunctionType and is_users(item):
+        if depth is not None and kind is FunctionType and is_users(item.__code__.co_filename):
             depth = None  # a function of the user in installed code replaces another one
         place = id(item), depth is None
+        empty = ""
         if place not in self._numbers:
             self._numbers[place] = len(self._found)
+            if depth != 0 and _is_container(item) and not item:
+                depth, empty = 0, " empty"
             self._found.append((item, depth))
-        self.say(f"{kind.__module__}.{kind.__qualname__} {self._numbers[place]}")
+        self.say(f"{kind.__module__}.{kind.__qualname__} {self._numbers[place]}{empty}")
 
     def _miss(self, what: str, depth: int | None) -> None:
         if depth is None and self._unseen is None:
@@ -167,7 +174,9 @@ class _Walk:
 
     def _look_at(self, item: Any, depth: int | None) -> None:
         kind = type(item)
-        if issubclass(kind, Tensor):
+        if kind in _CONTAINERS:
+            self._object(item, depth)
+        elif issubclass(kind, Tensor):
             self._tensor(item, depth)
         elif issubclass(kind, FunctionType):
             self._function(item, depth)
@@ -228,18 +237,32 @@ class _Walk:
             self.say(_own(item, int, float, str, bytes).__repr__(item))
         elif issubclass(kind, dict | MappingProxyType):
             pairs = _own(item, OrderedDict, dict, MappingProxyType).items(item)
-            pairs = pairs if depth is None else sorted(pairs, key=lambda pair: _word(pair[0]))
-            self._all((part for pair in pairs for part in pair), depth)
+            if not self._plain([part for pair in pairs for part in pair], pairs, depth):
+                pairs = pairs if depth is None else sorted(pairs, key=lambda pair: _word(pair[0]))
+                self._all((part for pair in pairs for part in pair), depth)
         elif issubclass(kind, set | frozenset):
             self._set(item, depth)
         elif issubclass(kind, list | tuple | deque):
-            items = _own(item, list, tuple, deque).__iter__(item)
-            self._all(items if depth is None else sorted(items, key=_word), depth)
+            items = list(_own(item, list, tuple, deque).__iter__(item))
+            if not self._plain(items, items, depth):
+                self._all(items if depth is None else sorted(items, key=_word), depth)
+        if _is_container(item):
+            return
         self.say("")
-        self._all(_attributes(item), depth)
-        for base in kind.__mro__:
-            if base not in _READ and _hides(base):
-                self._miss(f"an object of the class {kind.__module__}.{kind.__qualname__}", depth)
+        known = self._kinds.get(kind)
+        if known is None:
+            known = self._kinds[kind] = _Kind.of(kind)
+        self._all(_attributes(item, known.slots), depth)
+        if known.hides:
+            self._miss(f"an object of the class {kind.__module__}.{kind.__qualname__}", depth)
+
+    def _plain(self, parts: Iterable[object], items: Iterable[object], depth: int | None) -> bool:
+        """Whether all ``parts`` of the ``items`` of an object are plain. Then the items count."""
+        if not _PLAIN.issuperset(map(type, parts)):
+            return False
+        said = map(repr, items)
+        self.say(f"plain {list(said if depth is None else sorted(said))}")
+        return True
 
     def _set(self, item: set[Any] | frozenset[Any], depth: int | None) -> None:
         """Its members sorted by their text: their order depends on the process."""
@@ -347,6 +370,8 @@ class _Read:
         for each in codes:  # grows meanwhile
             names.update(each.co_names, _texts(each.co_consts))
             codes += [x for x in each.co_consts if isinstance(x, CodeType)]
+            if _READ_GLOBALS.isdisjoint(each.co_code[::2]):
+                continue
             for step in dis.get_instructions(each):
                 if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                     values.add(step.argval)
@@ -377,12 +402,6 @@ def _installed(function: FunctionType) -> bool:
     return is_installed(function.__code__.co_filename)
 
 
-def is_users(item: Any) -> bool:
-    """Whether a function is in a file of the user."""
-    file = item.__code__.co_filename
-    return not file.startswith("<") and not is_installed(file)
-
-
 def _word(item: object) -> str:
     """Sorts what installed code holds: it may be in the order of a set, which each process has its
     own of."""
@@ -394,14 +413,33 @@ def _own(item: object, *kinds: Any) -> Any:
     return next(kind for kind in kinds if issubclass(type(item), kind))
 
 
-def _attributes(item: Any) -> Iterator[Any]:
+def _is_container(item: Any) -> bool:
+    """Whether an object is nothing but its items."""
+    kind = type(item)
+    return kind in _CONTAINERS and not (kind is OrderedDict and vars(item))
+
+
+def _attributes(item: Any, slots: Iterable[str]) -> Iterator[Any]:
     """The attributes of an object, by name."""
     for pair in getattr(item, "__dict__", {}).items():
         if pair[0] not in _HASHES:
             yield from pair
-    for kind in type(item).__mro__:
-        for name in _slots(kind):
-            yield from (name, getattr(item, name, None))
+    for name in slots:
+        yield from (name, getattr(item, name, None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A class, as far as all of its objects are concerned."""
+
+    slots: tuple[str, ...]
+    hides: bool
+    """Whether C code may hold anything in its objects."""
+
+    @staticmethod
+    def of(kind: type) -> _Kind:
+        slots = tuple(name for base in kind.__mro__ for name in _slots(base))
+        return _Kind(slots, any(base not in _READ and _hides(base) for base in kind.__mro__))
 
 
 def _slots(kind: type) -> tuple[str, ...]:
