@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 import piper
 from piper.program.cache.entries import Entries
 from piper.program.cache.key import Key, key_of
+from piper.program.compile.digest import digest_of
 from piper.strategies import mesh
 
 SCALE = 2.0
@@ -286,6 +288,17 @@ def test_values_of_transformers_are_in_the_key(monkeypatch: pytest.MonkeyPatch) 
         keys.append(key_of(model))
     assert {key.unseen for key in keys} == {None}
     assert len({key.text for key in keys}) == len(keys)
+
+
+def test_a_thread_of_a_library_is_not_in_the_key() -> None:
+    """A progress bar of tqdm starts one, and its numbers differ in each process."""
+    bars = [threading.Thread(target=time.sleep, args=(0,)) for _ in range(2)]
+    texts = []
+    for monitor in bars:
+        monitor.start()
+        texts.append(digest_of(shallow=[{"monitor": monitor}]).text)
+        monitor.join()
+    assert texts[0] == texts[1]
 
 
 class Small(nn.Module):

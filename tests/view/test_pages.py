@@ -645,7 +645,7 @@ def test_an_open_graph_has_large_names_and_clicks_zoom_in(opening: Open) -> None
 @browses
 def test_the_figures_of_a_graph_agree_and_end_visibly(opening: Open) -> None:
     steps, _ = real()
-    names = tuple(structs.replace(n, stream=f"s{i}") for i, n in enumerate(steps[0][1].nodes))
+    names = tuple(structs.replace(n, stream=f"stream-{i}") for i, n in enumerate(steps[0][1].nodes))
     many = replace(steps[0][1], nodes=names)
     with opening(dag_page("zb-v", steps)) as seen:
         assert seen.text("#where") == f"Step {len(steps) - 1} of {len(steps) - 1}"
@@ -653,6 +653,9 @@ def test_the_figures_of_a_graph_agree_and_end_visibly(opening: Open) -> None:
     with opening(dag_page("streams", [("build", many)])) as seen:
         details = seen.text("#details")
         assert f"and {len(names) - 12} more" in details.replace("\u00a0", " ")
+        lines = "(span) => [...span.getClientRects()].length"
+        parts = seen.page.locator("#details .whole").all()
+        assert {part.evaluate(lines) for part in parts} == {1}, "no figure is cut by a line's end"
         seen.page.select_option("#levels", "5")
         assert seen.ask("piper.state.levels") == ["stage", "region", "pass", "microbatch"]
 

@@ -25,6 +25,7 @@ from enum import Enum
 from functools import _lru_cache_wrapper, cached_property, partial
 from operator import itemgetter
 from pathlib import PurePath
+from threading import Thread
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -204,6 +205,8 @@ class _Walk:
             self.say(str(item))
         elif issubclass(kind, logging.Logger):
             self.say(item.name)
+        elif issubclass(kind, Thread) and depth is not None:
+            self.say("")  # what it holds is of this process, as in the monitor of tqdm's bars
         elif issubclass(kind, np.ndarray) and not item.dtype.hasobject:
             self.say(f"{item.dtype} {item.shape} {item.strides}")
             self.say(_hashed(np.ascontiguousarray(item).tobytes()))

@@ -82,8 +82,8 @@ function groupDetails(dag, step, group, effect) {
       counts.set(text, (counts.get(text) ?? 0) + 1);
     }
     const shown = [...counts].sort((a, b) => b[1] - a[1]).map(([text, n]) => `${text}\u00a0×\u00a0${count(n)}`);
-    const more = shown.length > 12 ? ` · and ${count(shown.length - 12)} more` : '';
-    return shown.slice(0, 12).join(' · ') + more;
+    if (shown.length > 12) shown.splice(12, shown.length, `and ${count(shown.length - 12)} more`);
+    return shown.map((text, i) => [i ? ' · ' : '', el('span', { class: 'whole' }, text)]);
   };
   return [
     el('h2', {}, group.label || 'The whole step'),
