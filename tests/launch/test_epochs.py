@@ -183,7 +183,7 @@ def test_lines_where_there_is_no_terminal(
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["step 1 of 100", "step 5 of 100"]
     assert len(lines) == 21
-    figures = r"loss \S+, norm \S+, lr \S+, \S+ tokens/s, .*/step, peak .*, .* left"
+    figures = r"loss \S+, norm \S+, lr \S+, \S+ tokens/s, .*/step, process peak .*, .* left"
     assert re.fullmatch(f"step 5 of 100: {figures}", lines[1])
     trainer.fit(BATCHES, progress=0)
     trainer.fit(BATCHES, progress=3)

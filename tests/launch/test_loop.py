@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import piper
 from piper import PiperError, PiperWarning
-from piper.launch.loop.fit_summary import Ended
+from piper.launch.loop.fit_summary import Ended, FitSummary
 from piper.launch.trainer.step_result import StepResult
 from tests.scripts import resumed
 from tests.scripts.resumed import ROWS, WIDTH, batch
@@ -259,6 +259,16 @@ def test_epochs_resume_where_they_were(kind: str, steps: int | None, tmp_path: P
             taken = epochs(shuffled(kind), folder, heard, None, steps, every)
         assert sum(taken) == 3 * size - saved
         assert heard.losses == expected.losses
+
+
+def test_a_summary_says_what_is_of_the_whole_run() -> None:
+    found = FitSummary(
+        steps=2, last_step=6, epochs=2, loss=None, first_loss=None, best_loss=None, mean_loss=None,
+        evaluations=((6, 1.0),), best_evaluation=(6, 1.0), seconds=3.0, tokens_per_second=0.0,
+        resumed_from=4, ended=Ended.EPOCHS,
+    )  # fmt: skip
+    assert str(found).startswith("2 steps (2 epochs of the run) in 3")
+    assert "; 1 evaluation of the run: loss best 1.0000 (step 6), last 1.0000; " in str(found)
 
 
 def test_later_calls_of_a_trainer_continue(tmp_path: Path, trainer: piper.Trainer) -> None:

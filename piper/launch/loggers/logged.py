@@ -28,7 +28,7 @@ def scalars(result: StepResult, seconds: float | None = None) -> dict[str, float
         f"{kind}/loss": float(result.loss),
         f"{kind}/tokens_per_second": result.tokens / seconds,
         f"{kind}/seconds": seconds,
-        f"{kind}/memory_bytes": float(result.memory),
+        f"{kind}/memory_bytes": result.memory,
     }
     if result.mfu is not None:
         logged[f"{kind}/mfu"] = result.mfu * result.seconds / seconds

@@ -53,8 +53,9 @@ class FitSummary:
 
     def __str__(self) -> str:
         text = counted(self.steps, "step")
+        of = "" if self.resumed_from is None else " of the run"
         if self.epochs:
-            text += f" ({counted(self.epochs, 'epoch')})"
+            text += f" ({counted(self.epochs, 'epoch')}{of})"
         text += f" in {waiting_text(self.seconds)}"
         if self.loss is not None:
             step, best = self.best_loss or (0, math.nan)
@@ -64,7 +65,7 @@ class FitSummary:
                 f"last {self.loss:.4f}, mean {self.mean_loss:.4f}"
             )
         if self.evaluations:
-            text += f"; {counted(len(self.evaluations), 'evaluation')}: loss "
+            text += f"; {counted(len(self.evaluations), 'evaluation')}{of}: loss "
             if self.best_evaluation is not None:
                 step, best = self.best_evaluation
                 text += f"best {best:.4f} (step {step}), "

@@ -135,7 +135,7 @@ class _Lines(Display):
         parts += [] if norm is None else [f"norm {norm:.3g}"]
         parts += [f"lr {rate:.3g}" for rate in result.learning_rates[:1]]
         parts += [*_speed(result, seconds), f"{waiting_text(seconds)}/step"]
-        parts += [f"peak {bytes_text(result.memory)}"]
+        parts += [f"process peak {bytes_text(result.memory)}"]
         if self._total is not None and step < self._total:
             parts.append(f"{waiting_text(seconds * (self._total - step))} left")
         self.say(f"step {step:,}{of}: {', '.join(parts)}")

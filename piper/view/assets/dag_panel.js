@@ -83,7 +83,7 @@ function groupDetails(dag, step, group, effect) {
     }
     const shown = [...counts].sort((a, b) => b[1] - a[1]).map(([text, n]) => `${text}\u00a0×\u00a0${count(n)}`);
     if (shown.length > 12) shown.splice(12, shown.length, `and ${count(shown.length - 12)} more`);
-    return shown.map((text, i) => [i ? ' · ' : '', el('span', { class: 'whole' }, text)]);
+    return shown.map((text, i) => [el('span', { class: 'whole' }, i < shown.length - 1 ? `${text} ·` : text), ' ']);
   };
   return [
     el('h2', {}, group.label || 'The whole step'),
