@@ -6,7 +6,9 @@ weight gradients each have their own length.
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,19 +19,35 @@ from torch.utils.flop_counter import register_flop_formula
 from piper import annotate
 
 FLOPS = 1e9
+SPEEDS = "PIPER_BENCH_SPEEDS"
+"""The environment variable with the name of a file: the speeds of processes that are not as fast as
+the others, a line for each with its number and speed."""
+
+
+def _sleep(seconds: float) -> None:
+    path = os.environ.get(SPEEDS)
+    if path is None:
+        time.sleep(seconds)
+        return
+    until = time.perf_counter() + seconds
+    for line in Path(path).read_text().splitlines():
+        pid, speed = line.split()
+        if int(pid) == os.getpid():
+            until += seconds / float(speed) - seconds
+    time.sleep(max(0.0, until - time.perf_counter()))
 
 
 @torch.library.custom_op("piper_bench::pause", mutates_args=(), tags=(torch.Tag.pointwise,))
 def pause(x: Tensor, seconds: float) -> Tensor:
     """A copy of ``x``, after ``seconds``."""
-    time.sleep(seconds)
+    _sleep(seconds)
     return x.clone()
 
 
 @torch.library.custom_op("piper_bench::sleep", mutates_args=(), tags=(torch.Tag.pointwise,))
 def sleep(x: Tensor, forward: float, backward: float) -> Tensor:
     """A copy of ``x``, after ``forward`` seconds; its gradient takes ``backward`` seconds."""
-    time.sleep(forward)
+    _sleep(forward)
     return x.clone()
 
 

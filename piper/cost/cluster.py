@@ -186,6 +186,11 @@ class Cluster:
             return list(combinations(machines, 2))
         return [*pairwise(machines), (machines[-1], machines[0])]
 
+    def speeds(self, dtype: torch.dtype = torch.float32) -> dict[int, float]:
+        """How fast each device computes large products of ``dtype``; the fastest has 1."""
+        peaks = [(d := self.device(n)).peak(dtype) * d.efficiency[-1][1] for n in range(len(self))]
+        return {number: peak / max(peaks) for number, peak in enumerate(peaks)}
+
     def costs(self, dtype: torch.dtype = torch.float32) -> Costs:
         """The cluster as three rough figures, to order what a strategy leaves open."""
         devices = {id(d): d for m in self.machines for d in m.devices}.values()

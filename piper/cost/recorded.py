@@ -1,18 +1,19 @@
 """Measured times of passes and communications, to predict other strategies.
 
-A pass is identified by its chunk, its rows and its remat policy; its time does not depend on its
-devices or on the order. For another number of rows the time is scaled by operations: in proportion,
-or, if several sizes were measured, on the line through them, which includes the fixed part that
-does not shrink with the rows.
+A pass is identified by its chunk, its rows and its remat policy; its time does not depend on the
+order, and on its devices only by their speeds, if these were measured. For another number of rows
+the time is scaled by operations: in proportion, or, if several sizes were measured, on the line
+through them, which includes the fixed part that does not shrink with the rows.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -62,10 +63,15 @@ class Recorded:
 
     passes: tuple[Timed, ...]
     moved: tuple[Moved, ...]
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    """By device, if the passes were measured on devices of unequal speed: their seconds are those
+    of a device of speed 1."""
 
     @staticmethod
     def of(
-        passes: Iterable[tuple[Work, int, float]], moved: Iterable[tuple[str, int, int, float]]
+        passes: Iterable[tuple[Work, int, float]],
+        moved: Iterable[tuple[str, int, int, float]],
+        speeds: Mapping[int, float] | None = None,
     ) -> Recorded:
         """From single measurements: for a pass its operations and seconds, for a communication its
         kind, members, bytes and seconds. Takes the median, which is robust to outliers."""
@@ -74,6 +80,7 @@ class Recorded:
         return Recorded(
             tuple(Timed(*key, statistics.median(times)) for key, times in works.items()),
             tuple(Moved(*key, statistics.median(times)) for key, times in sorted(moves.items())),
+            speeds or {},
         )
 
     @cached_property
@@ -139,16 +146,48 @@ class Recorded:
         return low.seconds + place * (high.seconds - low.seconds)
 
     def duration(self, task: Task, devices: Group) -> float | None:
-        """Seconds of a task, on any devices; None if no similar task was measured."""
+        """Seconds of a task; None if no similar task was measured."""
         if task.work is not None:
-            return self.pass_seconds(task.work, task.flops)
+            seconds = self.pass_seconds(task.work, task.flops)
+            if seconds is None or not self.speeds:
+                return seconds
+            return seconds / min(self.speeds.get(d, 1.0) for d in devices)
         return self.moved_seconds(task.kind.value, task.members, task.nbytes)
+
+    def regions(self, tag: str) -> dict[int, float]:
+        """The measured seconds of each region ``tag``, forward and backward of one row: costs for
+        ``partition(by=)``. As there, other regions join the one before them."""
+        chunks = grouped((timed.work.chunk, timed) for timed in self.passes)
+        found: dict[int, float] = {}
+        before: list[float] = []
+        region = None
+        for _, passes in sorted(chunks.items()):
+            name = re.search(rf"(?:^| ){re.escape(tag)}\[(\d+)\]", passes[0].work.region)
+            region = region if name is None else int(name[1])
+            if region is None:
+                before.append(_of_row(passes))
+            else:
+                found[region] = found.get(region, 0.0) + _of_row(passes)
+        if not found:
+            names = sorted({timed.work.region for timed in self.passes})
+            raise PiperError(
+                f"the profile has measured no region {tag!r}; it has: {', '.join(names)}"
+            )
+        found[min(found)] += sum(before)
+        return found
 
     def __add__(self, other: Recorded) -> Recorded:
         """The measurements of both; the mean where both have one."""
+        if bool(self.speeds) != bool(other.speeds):
+            raise PiperError(
+                "one of these profiles has the speeds of devices and the other has not: take "
+                "profile.by_device of both, or profile.recorded of both"
+            )
+        known = grouped((*self.speeds.items(), *other.speeds.items()))
         return Recorded.of(
             ((one.work, one.flops, one.seconds) for one in (*self.passes, *other.passes)),
             ((m.kind, m.members, m.nbytes, m.seconds) for m in (*self.moved, *other.moved)),
+            {device: statistics.mean(speeds) for device, speeds in known.items()},
         )
 
     def save(self, path: str | Path) -> None:
@@ -163,6 +202,13 @@ class Recorded:
             return recorded
         except (OSError, MalformedError) as error:
             raise PiperError(f"{path} cannot be read: {error}") from error
+
+
+def _of_row(passes: Sequence[Timed]) -> float:
+    """Seconds of forward and backward of a chunk, for one row of the batch."""
+    each = {timed.work.which: timed.seconds / timed.work.rows for timed in passes}
+    halves = each.get(Pass.BI, 0.0) + each.get(Pass.BW, 0.0)
+    return each.get(Pass.F, 0.0) + each.get(Pass.B, halves)
 
 
 def _size(rows: int, flops: int, other: int) -> int:

@@ -38,3 +38,12 @@ class Costs:
                 return self.overhead
             case _:
                 return self.overhead + task.nbytes / self.bytes_per_second
+
+
+def recorded_of(costs: object) -> Recorded | None:
+    """The measured times in a cost model, if it has any."""
+    return (
+        costs.recorded
+        if isinstance(costs, Costs)
+        else (costs if isinstance(costs, Recorded) else None)
+    )

@@ -13,7 +13,7 @@ from piper.ir.dag.facts import Facts
 from piper.program.compiled import Step
 from piper.program.program import Program
 from piper.program.storage import with_plans
-from piper.strategies.lost_replica import without_replica
+from piper.strategies.replicas.lost_replica import without_replica
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from piper.strategies.action import Action
 from piper.strategies.builder import Row, Schedule, folded, looped, straight
 from piper.strategies.csv_table import from_csv, to_csv
 from piper.strategies.mesh_strategy import MeshLayout, mesh, schedule_named
+from piper.strategies.replicas.uneven import uneven
 from piper.strategies.schedules.breadth_first import breadth_first
 from piper.strategies.schedules.dualpipe import dualpipe
 from piper.strategies.schedules.dualpipev import dualpipev, eight_phases
@@ -36,6 +37,7 @@ __all__ = [
     "straight",
     "timed",
     "to_csv",
+    "uneven",
     "v_half",
     "zb_h1",
     "zb_v",

@@ -12,6 +12,7 @@ from piper.ir.mesh import MOST_DEVICES, Mesh
 from piper.strategies.builder import Schedule
 from piper.strategies.directives import Directive, partition, replicate, shard, split
 from piper.strategies.directives.directive import check_tag, positive
+from piper.strategies.replicas.uneven import Pace, uneven
 from piper.strategies.schedules.breadth_first import breadth_first
 from piper.strategies.schedules.dualpipe import dualpipe
 from piper.strategies.schedules.dualpipev import dualpipev
@@ -113,6 +114,7 @@ def mesh(
     regions: str = "layer",
     experts: str = "EP",
     by: str | Sequence[int] | Mapping[int, float] = "flops",
+    speeds: Sequence[float] | Mapping[int, float] | None = None,
     bucket_mb: float = 25.0,
     parameters: Mapping[str, int | str] | None = None,
     sequence_parallel: bool = False,
@@ -131,6 +133,9 @@ def mesh(
     ``piper.shard``), and with ``sequence_parallel`` also the activations between them. ``cp``
     devices shard the sequence, with ``attention`` as in ``piper.place``. Devices along ``tp`` have
     consecutive numbers, then those along ``cp``.
+    ``speeds`` of the devices, in the order of their numbers or mapped from them: the stages of a
+    faster rank get more of the model, and faster replicas more than ``microbatches``, slower ones
+    fewer (see ``uneven``).
     ``virtual`` is the number of stages per rank, for schedules that leave it open. The default of
     ``microbatches`` is 1 without a pipeline, 2 * ``pp`` with one, or that of your own schedule.
     Without a pipeline the model needs no regions.
@@ -158,8 +163,15 @@ def mesh(
     groups = [_group(rank, pp, dp, cp * tp, layout) for rank in range(pp)]
     axes = {"dp": dp, **({"cp": cp} if cp > 1 else {}), **({"tp": tp} if tp > 1 else {})}
     named = len(axes) > 1
+    pace = stages = None
+    if speeds is not None:
+        held = [list(row.stages) for row in order.rows]
+        counts = by if isinstance(by, Sequence) and not isinstance(by, str) else None
+        work = None if counts is None else _work(counts, held)
+        pace = Pace.of(groups, dp, speeds, work)
+        stages = pace.stages(held) if counts is None else None
     directives: list[Directive] = [
-        partition(regions, into="PP", parts=order.stages, by=by),
+        partition(regions, into="PP", parts=order.stages, by=by, speeds=stages),
         split(into="MB", parts=order.microbatches),
         *order.directives(
             [Mesh(group, **axes) for group in groups] if named else groups,
@@ -187,7 +199,8 @@ def mesh(
         raise DirectiveError(
             "parameters= and sequence_parallel= are for tensor parallelism: give tp="
         )
-    return Strategy([*directives[:placed], *state, *directives[placed:]])
+    strategy = Strategy([*directives[:placed], *state, *directives[placed:]])
+    return strategy if pace is None or dp == 1 else uneven(strategy, pace.devices)
 
 
 def _schedule(
@@ -209,6 +222,14 @@ def _schedule(
             f"leave out virtual= and microbatches=, and set pp={schedule.ranks}"
         )
     return schedule
+
+
+def _work(counts: Sequence[int], held: Sequence[Sequence[int]]) -> list[float]:
+    """How many regions each rank has, if it has these stages and each has so many regions."""
+    good = all(isinstance(n, int) and n > 0 for n in counts)
+    if not good or len(counts) != 1 + max(stage for stages in held for stage in stages):
+        return [1.0] * len(held)  # the partition refuses it
+    return [float(sum(counts[stage] for stage in stages)) for stages in held]
 
 
 def _group(rank: int, pp: int, dp: int, inner: int, layout: str | MeshLayout) -> list[int]:

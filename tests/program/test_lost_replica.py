@@ -15,7 +15,7 @@ from torch import Tensor
 import piper
 from piper.models import DenseConfig, DenseTransformer
 from piper.program.rerouted import rerouted
-from piper.strategies.lost_replica import without_replica
+from piper.strategies.replicas.lost_replica import without_replica
 from tests.scripts.cases import SEQ, VOCAB, Net, mean_loss
 from tests.training import sgd
 

@@ -15,7 +15,7 @@ from piper.base.units import bytes_text, seconds_text
 from piper.cost.cluster import Cluster
 from piper.cost.hardware import Device
 from piper.cost.recorded import Recorded
-from piper.cost.rough_costs import Costs
+from piper.cost.rough_costs import Costs, recorded_of
 from piper.cost.simulate.replay import Communication, Track, replay
 from piper.cost.simulate.timing_classes import TimingClass, TimingClasses, timing_classes
 from piper.cost.tasks import CostModel, Durations, Fallback, Tasks, computed_in
@@ -172,10 +172,11 @@ def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None
     sizes = Sizes(dag, step.models)
     tasks = Tasks(dag, sizes, fused=step.fused, optimizer=step.optimizer.state)
     durations = Durations(tasks, cluster if costs is None else Fallback(costs, cluster))
-    # a custom cost model may give equal devices of the cluster different times
-    classes = timing_classes(
-        step.plans, cluster, apart=not isinstance(costs, Costs | Recorded | Cluster | None)
-    )
+    # measured speeds and custom cost models may give equal devices of the cluster different times
+    recorded = recorded_of(costs)
+    uneven = recorded is not None and bool(recorded.speeds)
+    custom = not isinstance(costs, Costs | Recorded | Cluster | None)
+    classes = timing_classes(step.plans, cluster, apart=uneven or custom)
     tracks, comms = _tracks(step, classes, cluster, durations)
     replay(tracks, comms, cluster.sharing)
     spans = tuple(

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from piper.base.units import bytes_text, seconds_text
+from piper.cost.device_speeds import device_speeds
 from piper.cost.recorded import Recorded
 from piper.cost.tasks import Task, Tasks, Work
 from piper.ir.dag.dag import name_of
@@ -119,18 +120,36 @@ class Profile(Shown):
     def recorded(self) -> Recorded:
         """Times of passes and communications, for simulating other strategies. A late receiver does
         not know when a message arrived, so the fastest message of each size counts."""
+        return self._recorded({})
+
+    @cached_property
+    def speeds(self) -> dict[int, float]:
+        """How fast each device ran passes; the fastest has 1."""
+        return device_speeds(
+            (device, (task.work.which, task.flops, task.traffic, task.work.rows), taken)
+            for device, task, _, taken in self._tasks()
+            if task.work is not None
+        )
+
+    @cached_property
+    def by_device(self) -> Recorded:
+        """``recorded`` for devices of unequal speed: each pass takes as long as the speed of its
+        device says."""
+        return self._recorded(self.speeds)
+
+    def _recorded(self, speeds: Mapping[int, float]) -> Recorded:
         passes: list[tuple[Work, int, float]] = []
         moved: list[tuple[str, int, int, float]] = []
         sends: dict[Task, float] = {}
-        for task, verb, taken in self._tasks():
+        for device, task, verb, taken in self._tasks():
             if task.work is not None:
-                passes.append((task.work, task.flops, taken))
+                passes.append((task.work, task.flops, taken * speeds.get(device, 1.0)))
             elif verb is Verb.RECV:
                 sends[task] = min(taken, sends.get(task, taken))
             elif verb is not Verb.SEND:
                 moved.append((task.kind.value, task.members, task.nbytes, taken))
         moved += [(task.kind.value, task.members, task.nbytes, s) for task, s in sends.items()]
-        return Recorded.of(passes, moved)
+        return Recorded.of(passes, moved, speeds)
 
     def __str__(self) -> str:
         head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
@@ -164,8 +183,8 @@ class Profile(Shown):
                 times = one.start - self._begin, one.end - self._begin
                 yield Inner(devices.index(device), one.row, one.name, node, *times)
 
-    def _tasks(self) -> Iterator[tuple[Task, Verb, float]]:
-        """The seconds of each instruction, with its task and verb."""
+    def _tasks(self) -> Iterator[tuple[int, Task, Verb, float]]:
+        """Each instruction's device, task, verb and seconds."""
         dag = self.program.dag
         tasks = Tasks(dag, Sizes(dag, self.program.models))
         for step in self.steps:
@@ -173,7 +192,7 @@ class Profile(Shown):
                 instructions = self.program.plan_of(device).instructions
                 for one in row:
                     x = instructions[one.pc]
-                    yield tasks.of(dag.nodes[x.node]), x.verb, one.end - one.start
+                    yield device, tasks.of(dag.nodes[x.node]), x.verb, one.end - one.start
 
 
 def _seconds(step: MeasuredStep) -> float:

@@ -24,7 +24,7 @@ from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss
 from piper.capture.model import Captured, device_of
 from piper.capture.regions import ChosenTags
-from piper.cost.rough_costs import Costs
+from piper.cost.rough_costs import Costs, recorded_of
 from piper.cost.tasks import CostModel
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
@@ -60,6 +60,7 @@ from piper.state.weights.weight_files import Init, WeightFiles
 from piper.strategies.directives.place import Place
 from piper.strategies.directives.shard import Shard
 from piper.strategies.directives.split import Split
+from piper.strategies.replicas.uneven import by_profile
 from piper.strategies.strategy import Strategy
 
 
@@ -206,6 +207,8 @@ class Capture:
         ``piper.compile``, a program that was compiled before is loaded from the user's cache."""
         _check_strategy(strategy)
         _check_costs(costs)
+        if (recorded := recorded_of(costs)) is not None:
+            strategy = by_profile(strategy, recorded)
         limit = None if memory_limit is None else nbytes_of("memory_limit", memory_limit)
         self._source.refuse_refrozen(self._frozen)
         under = _Under(strategy, limit, costs, progress, cache)

@@ -10,14 +10,15 @@ parameters are sharded. The others order the nodes of the DAG that follows from 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from piper.base.errors import DirectiveError
-from piper.base.units import numbers_code
+from piper.base.units import counted, numbers_code
 from piper.ir.dag.dag import PASS, Dag
 from piper.ir.dag.filters import Filter, select
 from piper.ir.dag.verify_dag import verify
@@ -176,3 +177,22 @@ def positive(what: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise DirectiveError(f"{what}={value!r} must be a positive whole number")
     return value
+
+
+def check_speeds(speeds: object, number: int, what: str) -> tuple[float, ...]:
+    """``speeds``, one positive number for each of ``number`` things."""
+    if not isinstance(speeds, Sequence) or isinstance(speeds, str):
+        raise DirectiveError(f"speeds={speeds!r} must be a list of numbers, one for each {what}")
+    if len(speeds) != number:
+        raise DirectiveError(
+            f"speeds={list(speeds)} has {counted(len(speeds), 'number')} for "
+            f"{counted(number, what)}: give one for each"
+        )
+    for speed in speeds:
+        good = isinstance(speed, int | float) and not isinstance(speed, bool)
+        if not good or not 0 < speed < math.inf:
+            raise DirectiveError(
+                f"speeds={list(speeds)}: {speed!r} is not a positive number; leave out devices "
+                "that do not compute"
+            )
+    return tuple(map(float, speeds))

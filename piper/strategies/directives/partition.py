@@ -17,7 +17,15 @@ from piper.base.errors import DirectiveError
 from piper.base.units import counted
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import ChunkFacts
-from piper.strategies.directives.directive import Directive, check_tag, positive
+from piper.strategies.directives.directive import (
+    Directive,
+    check_speeds,
+    check_tag,
+    positive,
+)
+
+PROFILE = "profile"
+"""``by=`` the profile that ``compile`` gets."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +37,18 @@ class Partition(Directive):
     into: str
     parts: int
     by: str | Sequence[int] | Mapping[int, float] = "flops"
+    speeds: Sequence[float] | None = None
 
     def check(self) -> None:
         positive("parts", self.parts)
         check_tag("tag", self.tag)
         check_tag("into", self.into)
+        if self.speeds is not None:
+            check_speeds(self.speeds, self.parts, "stage")
+            if not isinstance(self.by, str | Mapping):
+                raise DirectiveError(
+                    f"by={self.by} says how many regions each stage has: leave out speeds="
+                )
 
     def rewrite(self, dag: Dag, me: int) -> Dag:
         if self.into in dag.tag_values:
@@ -104,7 +119,7 @@ class Partition(Directive):
                 weights[owner] += self._weight(dag, chunk)
         if not any(weights.values()):  # no costs known: equal weights
             weights = dict.fromkeys(regions, 1.0)
-        return balanced([weights[region] for region in regions], self.parts)
+        return balanced([weights[region] for region in regions], self.parts, self.speeds)
 
     def _measured(self, regions: Sequence[int], by: Mapping[int, float]) -> dict[int, float]:
         if set(by) != set(regions):
@@ -123,15 +138,24 @@ class Partition(Directive):
             return float(sum(f.flops for which, f in passes.items() if which.value in ("F", "B")))
         if self.by == "params":
             return float(sum(dag.model.parameters[name].nbytes for name in chunk.parameters))
+        if self.by == PROFILE:
+            raise DirectiveError(
+                "by='profile' needs measured costs: compile with costs=profile.recorded, of a "
+                "profile that trainer.profile returned"
+            )
         raise DirectiveError(
-            f"by={self.by!r} is unknown: 'flops', 'params', a list of counts, or a mapping from "
-            "region to measured cost"
+            f"by={self.by!r} is unknown: 'flops', 'params', 'profile', a list of counts, or a "
+            "mapping from region to measured cost"
         )
 
 
-def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """How many consecutive items each part gets, such that the heaviest part is minimal."""
+def balanced(
+    weights: Sequence[float], parts: int, speeds: Sequence[float] | None = None
+) -> list[int]:
+    """How many consecutive items each part gets, such that the heaviest part, or the one that
+    takes longest at its speed, is minimal."""
     n = len(weights)
+    pace = speeds or [1.0] * parts
     sums = [0.0]
     for weight in weights:
         sums.append(sums[-1] + weight)
@@ -141,7 +165,7 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     for k in range(1, parts + 1):
         for end in range(k, n - (parts - k) + 1):
             for start in range(k - 1, end):
-                cost = max(best[k - 1][start], sums[end] - sums[start])
+                cost = max(best[k - 1][start], (sums[end] - sums[start]) / pace[k - 1])
                 if cost < best[k][end]:
                     best[k][end], cut[k][end] = cost, start
     counts, end = [], n
@@ -153,14 +177,23 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
 @named_arguments(DirectiveError)
 def partition(
-    tag: str, *, into: str, parts: int, by: str | Sequence[int] | Mapping[int, float] = "flops"
+    tag: str,
+    *,
+    into: str,
+    parts: int,
+    by: str | Sequence[int] | Mapping[int, float] = "flops",
+    speeds: Sequence[float] | None = None,
 ) -> Partition:
     """Group the regions named ``tag`` into ``parts`` stages named ``into``.
 
-    ``by`` is the cost that is balanced over the stages: "flops", "params", or a mapping from region
-    to measured cost; or a list with the number of regions in each stage. Chunks outside these
-    regions join the previous stage. One stage needs no regions: it is the whole model.
+    ``by`` is the cost that is balanced over the stages: "flops", "params", "profile" (the profile
+    that ``compile`` gets as ``costs=``), or a mapping from region to measured cost; or a list with
+    the number of regions in each stage. ``speeds`` are those of the devices of each stage; only
+    their ratios matter. Chunks outside these regions join the previous stage. One stage needs no
+    regions: it is the whole model.
     """
     if isinstance(by, Sequence) and not isinstance(by, str):
         by = list(by)
-    return Partition(tag, into, parts, dict(by) if isinstance(by, Mapping) else by)
+    by = dict(by) if isinstance(by, Mapping) else by
+    pace = tuple(speeds) if isinstance(speeds, list) else speeds
+    return Partition(tag, into, parts, by, pace)
