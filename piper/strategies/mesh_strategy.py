@@ -12,7 +12,7 @@ from piper.ir.mesh import MOST_DEVICES, Mesh
 from piper.strategies.builder import Schedule
 from piper.strategies.directives import Directive, partition, replicate, shard, split
 from piper.strategies.directives.directive import check_tag, positive
-from piper.strategies.replicas.uneven import Pace, uneven
+from piper.strategies.replicas.uneven import MeshSpeeds, uneven
 from piper.strategies.schedules.breadth_first import breadth_first
 from piper.strategies.schedules.dualpipe import dualpipe
 from piper.strategies.schedules.dualpipev import dualpipev
@@ -168,7 +168,7 @@ def mesh(
         held = [list(row.stages) for row in order.rows]
         counts = by if isinstance(by, Sequence) and not isinstance(by, str) else None
         work = None if counts is None else _work(counts, held)
-        pace = Pace.of(groups, dp, speeds, work)
+        pace = MeshSpeeds.of(groups, dp, speeds, work)
         stages = pace.stages(held) if counts is None else None
     directives: list[Directive] = [
         partition(regions, into="PP", parts=order.stages, by=by, speeds=stages),

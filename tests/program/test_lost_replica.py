@@ -87,8 +87,8 @@ def test_nothing_is_traced_again() -> None:
 def test_the_rows_of_a_lost_replica_go_round() -> None:
     found = without_replica(piper.strategies.mesh(pp=2, dp=3, microbatches=3))
     assert found.replicas == ((0, 3), (1, 4), (2, 5))
-    order = [line for line in str(found.strategy).splitlines() if "order([{'PP': 0" in line]
-    assert [line.count("'F'") for line in order] == [5, 4]
+    orders = [str(d) for d in found.strategy.directives if "order([{'PP': 0" in str(d)]
+    assert [text.count("'F'") for text in orders] == [5, 4]
     text = "\n".join(str(found.strategy).splitlines()[2:7])
     assert text == (
         "    split({}, into='MB', parts=9),\n"

@@ -64,7 +64,7 @@ def _by_replica(found: Replicas, speeds: Sequence[float] | Mapping[int, float]) 
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MeshSpeeds:
     """The speeds of the devices of a mesh: those of its ranks, and of devices beside them."""
 
     ranks: tuple[float, ...]
@@ -77,7 +77,7 @@ class Pace:
         replicas: int,
         speeds: Sequence[float] | Mapping[int, float],
         work: Sequence[float] | None = None,
-    ) -> Pace:
+    ) -> MeshSpeeds:
         """Of ``ranks`` of so many replicas. Each rank has ``work`` to do, by default in proportion
         to the speed of its devices."""
         known = by_device(sorted(d for rank in ranks for d in rank), speeds)
@@ -85,7 +85,7 @@ class Pace:
         cuts = [[rank[i : i + each] for i in range(0, len(rank), each)] for rank in ranks]
         slowest = [[min(known[d] for d in cut) for cut in row] for row in cuts]
         fast = [sum(row) for row in slowest]
-        return Pace(
+        return MeshSpeeds(
             tuple(speed / max(fast) for speed in fast),
             {
                 d: speed / done
