@@ -154,7 +154,7 @@ class _Walk:
         if kind in _PLAIN:
             self.say(f"{kind.__name__} {item!r}")
             return
-        if depth is not None and kind is FunctionType and is_users(item.__code__.co_filename):
+        if depth is not None and isinstance(item, FunctionType) and _is_users(item):
             depth = None  # a function of the user in installed code replaces another one
         place = id(item), depth is None
         empty = ""
@@ -399,6 +399,10 @@ def _module(name: str, function: FunctionType) -> ModuleType | None:
     """A module that a function imports, if something has imported it already."""
     package = function.__globals__.get("__package__")
     return sys.modules.get(name) or sys.modules.get(f"{package}.{name}")
+
+
+def _is_users(function: FunctionType) -> bool:
+    return is_users(function.__code__.co_filename)
 
 
 def _installed(function: FunctionType) -> bool:
