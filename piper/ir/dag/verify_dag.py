@@ -12,7 +12,7 @@ import numpy as np
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, group_text, name_of
 from piper.ir.dag.values import GIVEN
-from piper.ir.ops import Compute, Group, same_group
+from piper.ir.ops import Compute, Group
 
 
 def verify(dag: Dag) -> None:
@@ -37,7 +37,7 @@ def refuse_scattered(dag: Dag) -> None:
     for number, node in enumerate(dag.nodes):
         if node.devices and isinstance(node.op, Compute):
             group = places.setdefault((node.op.chunk, node.op.microbatch), node.devices)
-            if not same_group(group, node.devices):
+            if group is not node.devices and group != node.devices:
                 raise DirectiveError(
                     f"{name_of(dag, number)} is placed on {list(node.devices)}, but other passes "
                     f"of the same chunk and microbatch on {list(group)}: what a forward saves "

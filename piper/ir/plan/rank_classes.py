@@ -32,7 +32,7 @@ class RankClasses:
 
     def touched(self, devices: Group) -> tuple[int, ...]:
         """The classes that ``devices`` belong to."""
-        return tuple(dict.fromkeys(self.of[device] for device in devices))
+        return tuple(dict.fromkeys(map(self.of.__getitem__, devices)))
 
 
 def takes_every_copy(dag: Dag, node: Node) -> bool:
@@ -64,6 +64,11 @@ def rank_classes(dag: Dag) -> RankClasses:
     marks: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for sides, number in sides_of.items():
         for side, (group, apart, alike) in enumerate(sides):
+            if apart == 1:
+                mark = number, side, 0
+                for device in group:
+                    marks[device].append(mark)
+                continue
             for rank, device in enumerate(group):
                 role = rank % apart
                 for stride, ways in alike:

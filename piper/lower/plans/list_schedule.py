@@ -33,8 +33,8 @@ Resource = tuple[int, str]
 def resources(classes: RankClasses, node: Node) -> tuple[Resource, ...]:
     """The streams that a node occupies. Sends and receives have separate streams."""
     if isinstance(node.op, Transfer):
-        sends = dict.fromkeys((classes.of[d], f"{node.stream}/send") for d in node.op.source)
-        receives = dict.fromkeys((classes.of[d], f"{node.stream}/recv") for d in node.op.target)
+        sends = [(c, f"{node.stream}/send") for c in classes.touched(node.op.source)]
+        receives = [(c, f"{node.stream}/recv") for c in classes.touched(node.op.target)]
         return (*sends, *receives)
     return tuple((c, node.stream) for c in classes.touched(node.devices))
 

@@ -7,6 +7,8 @@ frees slots. So a plan is a list of changes of memory, each with its time.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 from piper.ir.dag.dag import Dag
@@ -26,7 +28,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
     """An upper bound on the memory of ``plan``."""
     mine = plan.devices[0]
     buckets = [
-        i for i, bucket in enumerate(dag.buckets) if any(mine in group for group in bucket.groups)
+        i for i, bucket in enumerate(dag.buckets) if mine in chain.from_iterable(bucket.groups)
     ]
     x = Columns.of(plan.instructions)
     at_peak = {
