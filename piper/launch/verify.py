@@ -86,6 +86,8 @@ class Verification:
     def __str__(self) -> str:
         difference = f"largest difference {self.largest:.0e} ({self.where})"
         precision = "fp64" if self.dtype is torch.float64 else "the model's own precision"
+        if self.dtype is torch.float64 and self.tolerance > EXACT:
+            precision += f" with parts in fp32 (equal up to {self.tolerance:.0e})"
         how = (
             f"{counted(self.steps, 'step')} on {counted(self.devices, 'device')} beside plain "
             f"PyTorch on one, in {precision}, without dropout"

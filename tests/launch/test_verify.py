@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
+from piper.launch.verify import MIXED, Verification
 from piper.strategies import mesh
 
 WIDTH = 4
@@ -55,6 +56,12 @@ def compiled(model: nn.Module, **axes: Any) -> piper.Program:
 def blocks(extra: Callable[[Tensor], Tensor] = lambda x: x) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(Block(), Block(extra), Block(), nn.Linear(WIDTH, WIDTH))
+
+
+def test_a_report_says_that_parts_are_in_fp32() -> None:
+    report = Verification({"weight": 3e-7}, MIXED, torch.float64, steps=1, devices=2)
+    assert report.equal
+    assert "in fp64 with parts in fp32 (equal up to 1e-06), without dropout" in str(report)
 
 
 def test_a_program_that_equals_plain_pytorch() -> None:

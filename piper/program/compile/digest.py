@@ -149,7 +149,7 @@ class _Walk:
     def say(self, text: str) -> None:
         self._said.append(text)
 
-    def refer(self, item: object, depth: int | None = None) -> None:
+    def refer(self, item: Any, depth: int | None = None) -> None:
         kind = type(item)
         if kind in _PLAIN:
             self.say(f"{kind.__name__} {item!r}")
