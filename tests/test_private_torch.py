@@ -64,6 +64,7 @@ KNOWN = frozenset(
         "torch.fx._lazy_graph_module._use_lazy_graph_module",
         "torch.fx.experimental.proxy_tensor.make_fx",
         "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
         "torch.library._scoped_library",
         "torch.nn.modules.batchnorm._NormBase",
         "torch.ops.aten._assert_tensor_metadata.default",
