@@ -271,6 +271,17 @@ def test_a_summary_says_what_is_of_the_whole_run() -> None:
     assert "; 1 evaluation of the run: loss best 1.0000 (step 6), last 1.0000; " in str(found)
 
 
+def test_a_summary_says_what_was_monitored() -> None:
+    """The lowest loss and the lowest monitored number may be of different evaluations."""
+    found = FitSummary(
+        steps=3, last_step=3, epochs=0, loss=None, first_loss=None, best_loss=None, mean_loss=None,
+        evaluations=((1, 0.3), (2, 0.1), (3, 0.2)), best_evaluation=(3, 0.2), seconds=3.0,
+        tokens_per_second=0.0, resumed_from=None, ended=Ended.STEPS, monitored=(-0.5, -0.6, -0.9),
+    )  # fmt: skip
+    text = "loss best 0.1000 (step 2), last 0.2000, monitored best -0.9000 (step 3), last -0.9000;"
+    assert text in str(found)
+
+
 def test_later_calls_of_a_trainer_continue(tmp_path: Path, trainer: piper.Trainer) -> None:
     with silent():
         for epoch in range(3):

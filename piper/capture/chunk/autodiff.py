@@ -23,7 +23,7 @@ from piper.capture.blame import explain
 from piper.capture.chunk.chunks import Body, Chunk, Cut
 from piper.capture.chunk.joint import Joint
 from piper.capture.code.codegen import Compiler
-from piper.capture.graphs import mutates
+from piper.capture.graphs import mutates, returned
 from piper.capture.intercept.autograd_functions import functions_of, state_of, warn_of_changes
 from piper.ir.passes import Kind, Ref
 
@@ -181,10 +181,10 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
 
     with _tracing(body) as mode:
         primals = _leaves(body, needs)
-        results = body.module(*primals)
+        results = returned(body.module.graph)
         inputs = primals[len(needs) - body.inputs :]
         with mode:
-            tangents = [_strided(results[i], stride) for i, stride in outputs.items()]
+            tangents = [_strided(results[i].meta["val"], s) for i, s in outputs.items()]
             tangents += [_strided(inputs[i], inputs[i].stride()) for i in apart]
         module = make_fx(joint, decomposition_table=dict(compiler.decompositions()))(
             *primals, *tangents

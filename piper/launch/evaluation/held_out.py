@@ -28,14 +28,19 @@ class HeldOut:
         self._callbacks = [x for x in callbacks if isinstance(x, EvaluationCallback)]
         self.improved: Callable[[], None] = lambda: None
         """Called after an evaluation that is the best so far."""
-        self.show: Callable[[int, float], None] = lambda step, loss: None
-        """Called after each evaluation with its step and loss."""
+        self.show: Callable[[int, float, float | None], None] = lambda *_: None
+        """Called after each evaluation with its step, its loss and the monitored number, if any."""
         self.losses: list[tuple[int, float]] = []
         """Pairs of a step and the loss after it."""
         self._scores: list[float] = []
         """For each, the monitored number, the loss if none is given."""
         self.seconds = 0.0
         """The time that evaluations have taken in this process."""
+
+    @property
+    def monitored(self) -> tuple[float, ...]:
+        """The number of each evaluation that ``monitor`` chose, if it did."""
+        return () if self._options.monitor is None else tuple(self._scores)
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -85,7 +90,7 @@ class HeldOut:
         loss, monitor = float(result.loss), self._options.monitor
         self.losses.append((step, loss))
         self._scores.append(loss if monitor is None else float(monitor(result)))
-        self.show(step, self.losses[-1][1])
+        self.show(step, loss, None if monitor is None else self._scores[-1])
         self.seconds += time.perf_counter() - start
         for callback in self._callbacks:
             callback.on_evaluate(step, result)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import itemgetter
 
 from piper.base.units import counted, waiting_text
 
@@ -50,6 +52,8 @@ class FitSummary:
     """The step of the checkpoint that the run was resumed from, if it was resumed in or after this
     call."""
     ended: Ended
+    monitored: tuple[float, ...] = ()
+    """The number of each evaluation that ``monitor`` chose, if it did."""
 
     def __str__(self) -> str:
         text = counted(self.steps, "step")
@@ -66,10 +70,21 @@ class FitSummary:
             )
         if self.evaluations:
             text += f"; {counted(len(self.evaluations), 'evaluation')}{of}: loss "
-            if self.best_evaluation is not None:
-                step, best = self.best_evaluation
-                text += f"best {best:.4f} (step {step}), "
-            text += f"last {self.evaluations[-1][1]:.4f}"
+            text += _best_and_last(self.evaluations)
+            if self.monitored:
+                steps = (step for step, _ in self.evaluations)
+                pairs = tuple(zip(steps, self.monitored, strict=True))
+                text += f", monitored {_best_and_last(pairs)}"
         if self.resumed_from is not None:
             text += f"; resumed from step {self.resumed_from}"
         return f"{text}; {self.ended.value}"
+
+
+def _best_and_last(numbers: Sequence[tuple[int, float]]) -> str:
+    """The lowest of some steps' numbers, the first of equal ones, and the last."""
+    valid = [pair for pair in numbers if not math.isnan(pair[1])]
+    text = f"last {numbers[-1][1]:.4f}"
+    if valid:
+        step, best = min(valid, key=itemgetter(1))
+        text = f"best {best:.4f} (step {step}), {text}"
+    return text

@@ -84,6 +84,7 @@ class Rounds:
             tokens_per_second=self._tokens / max(seconds - self._held_out.seconds, 1e-9),
             resumed_from=None if self._saved is None else self._saved.resumed,
             ended=self._ended,
+            monitored=self._held_out.monitored,
         )
 
     def run(self) -> Generator[StepResult, None, None]:

@@ -60,10 +60,10 @@ class Losses:
         while self._copies:
             self._look()
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def evaluated(self, step: int, loss: float, monitored: float | None) -> None:
         """Show an evaluation, after the steps before it."""
         self.finish()
-        self.display.evaluated(step, loss)
+        self.display.evaluated(step, loss, monitored)
 
     @property
     def mean(self) -> float | None:

@@ -40,9 +40,10 @@ class Display:
     def say(self, text: str) -> None:
         """Write a line."""
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """Show the loss of held-out batches."""
-        self.say(f"evaluation after step {step:,}: loss {loss:.4f}")
+    def evaluated(self, step: int, loss: float, monitored: float | None) -> None:
+        """Show the loss of held-out batches, and the number of them that is monitored."""
+        more = "" if monitored is None else f", monitored {monitored:.4f}"
+        self.say(f"evaluation after step {step:,}: loss {loss:.4f}{more}")
         self._pace = Pace(step)
 
 

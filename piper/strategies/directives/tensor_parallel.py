@@ -137,10 +137,13 @@ class _Chosen:
                 "plan that the model declares"
             )
         if not declared and (patterns is None or MODEL in patterns.values()):
+            weights = (n.split(".") for n, x in dag.model.parameters.items() if len(x.shape) == 2)
+            names = list(dict.fromkeys(path[-2] for path in weights if path[-1] == "weight"))
             raise DirectiveError(
-                "the model declares no plan for tensor parallelism (_tp_plan, as transformers "
-                "models have): say how parameters are sharded, "
-                "parameters={'*.up.weight': 0, '*.down.weight': 1}"
+                "the model declares no plan for tensor parallelism (_tp_plan, as many transformers "
+                "models have): say how its linear layers are sharded, "
+                "parameters={'*.up': 'column', '*.down': 'row'}, in mesh or shard; it has "
+                f"{', '.join(names[:8])}{', …' if names[8:] else ''}"
             )
         self._patterns = {"*": MODEL} if patterns is None else patterns
         plan = [(own, _declared(own, how)) for own, how in declared.items()]
