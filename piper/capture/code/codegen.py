@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import CodeGen
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -138,14 +138,17 @@ class Inductor:
 
     def compile(self, function: Function, which: Pass, where: torch.device) -> Runner:
         from torch._inductor.compile_fx import compile_fx_inner
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+        # Inductor keeps nothing in its cache without a shape environment
+        mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True, shape_env=ShapeEnv())
         compiler_config: Any = torch.compiler.config
         graph = copied(function.module.graph)
         results = graph.output_node()
         # the other passes were traced with the present strides of these results
         results.meta["user_visible_output_idxs"] = list(range(len(function.results)))
         name_gpu(graph, where)
-        make_fakes(graph, where)
+        make_fakes(graph, where, mode)
         module = module_of(graph)
         move_values(module, where)
         seeds = take_seeds(graph)

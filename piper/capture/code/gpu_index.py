@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
@@ -26,10 +25,8 @@ def name_gpu(graph: fx.Graph, where: torch.device) -> None:
         node.kwargs = map_aggregate(node.kwargs, named)
 
 
-def make_fakes(graph: fx.Graph, where: torch.device) -> None:
+def make_fakes(graph: fx.Graph, where: torch.device, mode: FakeTensorMode) -> None:
     """Fake tensors on ``where`` in place of the values of a graph from a file."""
-    # Inductor keeps nothing in its cache without a shape environment
-    mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True, shape_env=ShapeEnv())
 
     def fake(x: Tensor) -> Tensor:
         return x if isinstance(x, FakeTensor) else _like(x, where)
