@@ -31,7 +31,7 @@ test: lint ## lint, then run the tests
 	$(RUN) -m pytest --numprocesses auto --dist worksteal
 
 slow: $(STAMP) ## run the tests marked slow, for half an hour
-	$(RUN) -m pytest -m slow --numprocesses auto --dist worksteal
+	$(RUN) -m pytest -m "slow and not thorough" --numprocesses auto --dist worksteal
 
 thorough: $(STAMP) ## run the cases of tests that are in neither, for hours
 	$(RUN) -m pytest -m thorough --numprocesses auto --dist worksteal

@@ -40,6 +40,9 @@ LONG = (
     "running.md",
     "simulating.md",
     "capture.md",
+    "correctness.md",
+    "experts.md",
+    "scale.md",
 )
 """Pages whose snippets take a minute."""
 

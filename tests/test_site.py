@@ -38,6 +38,7 @@ def pages(entry: Any) -> Iterator[str]:
             yield from pages(inner)
 
 
+@pytest.mark.slow
 def test_every_page_of_the_navigation_is_there(config: Any) -> None:
     found = list(pages(config.nav))
     assert len(found) > 25

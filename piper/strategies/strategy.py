@@ -107,10 +107,13 @@ class Strategy:
             dag = directive.apply(dag)
             yield dag
 
-    def __add__(self, other: Strategy) -> Strategy:
-        if not isinstance(other, Strategy):
+    def __iter__(self) -> Iterator[Directive]:
+        return iter(self.directives)
+
+    def __add__(self, other: Iterable[Directive]) -> Strategy:
+        if not isinstance(other, Iterable):
             return NotImplemented
-        return Strategy((*self.directives, *other.directives))
+        return Strategy((*self.directives, *other))
 
     def __str__(self) -> str:
         lines = [wrapped(f"    {directive},", " " * 8) for directive in self.directives]

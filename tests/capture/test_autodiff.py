@@ -187,6 +187,7 @@ def test_what_is_consumed_shares_no_storage_with_gradients_that_move_on(case: Ca
                 assert storage(x) not in moving, f"{trace.chunk.name}: {ref}"
 
 
+@pytest.mark.cases(fast=3, slow=1)
 def test_parameter_gradients_can_be_added_to_in_place(case: Case) -> None:
     for trace in run(case):
         for made in (trace.tensors, trace.split):

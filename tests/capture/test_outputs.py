@@ -107,6 +107,7 @@ def test_an_evaluation_returns_what_the_model_does(name: str) -> None:
         torch.testing.assert_close(again, expected(model, x, y)["logits"], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_step_reports_numbers_only() -> None:
     def without_dropout(logits: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"largest": y.amax(), "mean": y.double().mean(), "rows": logits}

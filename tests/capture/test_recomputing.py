@@ -85,6 +85,7 @@ def program(strategy: piper.Strategy) -> piper.Program:
     return compiled(padded(), list(strategy.directives), lm_loss, batches(), tags=TAGS)
 
 
+@pytest.mark.slow
 def test_layers_take_the_batch_and_share_one_program() -> None:
     (tokens, kept), targets = batches()[0]
     for policy in ("none", "min-cut"):

@@ -447,6 +447,7 @@ WITHOUT: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_model_without_regions_trains_as_on_one_device_unless_it_is_cut_into_stages() -> None:
     torch.manual_seed(0)
     model = Feed().double()

@@ -138,6 +138,7 @@ def test_a_shell_can_complete() -> None:
 # --- check ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_check_verifies_and_shows_memory(script: str) -> None:
     text = run("check", script, "--mesh", TWO).stdout
     assert "4 devices, 2 microbatches" in text
@@ -285,6 +286,7 @@ def test_a_saved_program_can_be_shown_again(script: str, tmp_path: Path) -> None
     run("check", tmp_path / "program", "--memory-limit", "512B", code=1)
 
 
+@pytest.mark.slow
 def test_compare_strategies_and_results(script: str, tmp_path: Path) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     a.write_text(json.dumps(mesh(pp=2, schedule="gpipe", microbatches=2).to_json()))
@@ -336,6 +338,7 @@ def test_training_goes_on_where_it_was_saved(script: str, tmp_path: Path) -> Non
     assert run("train", script, "-m", TWO, "--steps", 1).stdout.startswith("1 step in ")
 
 
+@pytest.mark.slow
 def test_more_steps_than_batches_are_another_pass(script: str, tmp_path: Path) -> None:
     state = tmp_path / "state"
     lines = run("train", script, "-m", TWO, "--steps", 9, "--json").stdout.splitlines()
@@ -377,6 +380,7 @@ def test_a_run_that_is_stopped_keeps_its_last_whole_step(
     assert "stopped after step 4; nothing is saved" in said
 
 
+@pytest.mark.slow
 def test_new_settings_are_those_of_the_job(script: str, tmp_path: Path) -> None:
     state, path = tmp_path / "state", tmp_path / "slower_job.py"
     path.write_text(SCRIPT.replace("lr=1e-2", "lr=1e-3"))
@@ -427,6 +431,7 @@ def test_lines_and_checkpoints_have_intervals_of_their_own(script: str, tmp_path
     assert "nothing is saved: --save keeps the state, --export the model" in found.stderr
 
 
+@pytest.mark.slow
 def test_a_job_pads_its_batches_or_takes_other_shapes(tmp_path: Path) -> None:
     path = tmp_path / "ragged_job.py"
     ragged = SCRIPT.replace("yield x, x", "x = x[: 8 - 4 * (_ % 2)]\n        yield x, x")
@@ -523,6 +528,7 @@ def test_it_is_a_program() -> None:
 # --- cache ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_cache_is_shown_and_cleared(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def test_exchanges_over_a_slow_link_take_longer() -> None:
 # --- results of a simulated step -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_instruction_is_there_and_streams_run_in_order() -> None:
     program = experts()
     found = program.simulate(piper.Cluster.of("H100", 8))
@@ -530,6 +531,7 @@ def sharing(**asked: Any) -> piper.Program:
     return net(piper.Strategy([piper.place({}, devices=[0, 1]), each, *streams]))[0]
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_sms_is_what_numbers_leave() -> None:
     gpu = piper.Device("gpu", {torch.float32: 1e4}, 2**30, 1e30, sms=132)
     cluster = piper.Cluster.of(gpu, 2, inside=piper.Link(1e4, 0.0))

@@ -76,6 +76,7 @@ def test_with_every_optimizer(optimizer: str, tmp_path: Path) -> None:
     assert_saves_alike(made("pp2", **options), tmp_path)
 
 
+@pytest.mark.slow
 def test_with_an_optimizer_that_steps_once(tmp_path: Path) -> None:
     """The last update changes all buckets, and waits for all copies."""
     program = made("dp4", optimizer=Counting, scheduler=None)

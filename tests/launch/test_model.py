@@ -29,6 +29,7 @@ def trained(model: nn.Module, batches: list[Batch]) -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.slow
 def test_it_generates_while_it_trains() -> None:
     """Two stages of two replicas with sharded gradients; rotary tables are in no state dict."""
     family = FAMILIES["Llama, tied"]

@@ -92,7 +92,7 @@ def test_activations_are_those_of_torch(strategy: piper.Strategy) -> None:
         assert statistics.zeros == float((whole == 0).double().mean())
 
 
-@pytest.mark.cases(fast=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("capacity", [None, 4.0], ids=["dropless", "capacity"])
 def test_activations_of_experts(capacity: float | None) -> None:
     """The rows of an expert's output that nobody reads do not count."""

@@ -353,6 +353,7 @@ REFUSED: list[tuple[Callable[[], piper.Program], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_programs_that_are_refused_change_nothing(tmp_path: Path) -> None:
     with piper.launch(made("one")) as trainer:
         trainer.step(*batch(0))

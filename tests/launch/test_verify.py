@@ -135,6 +135,7 @@ def test_the_models_own_precision_where_there_is_no_fp64() -> None:
     assert "in the model's own precision" in str(report)
 
 
+@pytest.mark.slow
 def test_batches_of_the_user() -> None:
     program = compiled(blocks(), dp=2)
     assert piper.verify(program, steps=9, batches=[(X, Y), (Y, X)]).steps == 2

@@ -375,6 +375,7 @@ def test_a_program_of_a_hit_compiles_batches_of_other_shapes(entries: Entries) -
     assert len(list(entries)) == 2
 
 
+@pytest.mark.slow
 def test_another_optimizer_has_its_own_plans(entries: Entries) -> None:
     compiled()
     how = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
@@ -383,6 +384,7 @@ def test_another_optimizer_has_its_own_plans(entries: Entries) -> None:
     assert found.text() == fresh.text()
 
 
+@pytest.mark.slow
 def test_warnings_are_repeated(entries: Entries) -> None:
     def contrastive(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(out @ y.T, torch.arange(len(out)))
@@ -419,7 +421,7 @@ def test_a_program_that_changed_its_globals_is_not_kept(entries: Entries) -> Non
     assert not list(entries)
 
 
-@pytest.mark.cases(fast=1, slow=1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize("name", ["program.json", "graphs.json", "constants.pt", "cached.json"])
 def test_a_damaged_entry_is_compiled_again(entries: Entries, name: str) -> None:
     compiled()
@@ -451,6 +453,7 @@ def test_the_oldest_entries_are_removed(entries: Entries, monkeypatch: pytest.Mo
     assert len(list(entries)) == 3
 
 
+@pytest.mark.slow
 def test_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIPER_CACHE", "off")

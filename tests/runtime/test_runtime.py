@@ -1148,6 +1148,7 @@ def loss_in_fp32(logits: Tensor, targets: Tensor) -> Tensor:
     return mean_loss(logits.float(), targets)
 
 
+@pytest.mark.slow
 def test_bf16_experts_learn() -> None:
     strategy = [*data_parallel(4, 2), shard({"EP": "*"}, ways=2), replicate({}, zero=2)]
     model, batches = built(Experts), token_batches()

@@ -81,6 +81,7 @@ def test_what_does_not_fit_is_refused(
         assert part in str(caught.value)
 
 
+@pytest.mark.slow
 @given(
     units=st.integers(1, 40),
     unit=st.integers(1, 16),

@@ -185,6 +185,7 @@ def test_parameters_of_every_kind(zero: int, tied: bool) -> None:
     check(odd(tied), strategy, 4)
 
 
+@pytest.mark.slow
 def test_groups_of_different_size_divide_what_they_share() -> None:
     """The tied embedding is on four devices and on two: it is sharded in two."""
     strategy = pipeline([[0, 1, 2, 3], [4, 5]], 2, replicate({}, zero=3, bucket_mb=1e-4), by=[3, 3])

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+import piper
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import group_text
 from piper.strategies import directives
@@ -59,6 +60,8 @@ def test_strategies_add_up() -> None:
     assert first + second == Strategy(EVERY)
     assert (first + second).directives == tuple(EVERY)
     assert first + Strategy([]) == first
+    added = list(second)
+    assert first + added == first + second
 
 
 def test_adding_gives_the_result_of_one_after_the_other() -> None:
@@ -71,9 +74,11 @@ def test_adding_gives_the_result_of_one_after_the_other() -> None:
     ]
 
 
-def test_a_strategy_is_added_to_strategies_only() -> None:
+def test_only_directives_are_added_to_a_strategy() -> None:
     with pytest.raises(TypeError):
-        Strategy([]) + EVERY  # type: ignore[operator]
+        Strategy([]) + 2  # type: ignore[operator]
+    with pytest.raises(piper.DirectiveError, match="a strategy is a list of directives"):
+        Strategy([]) + "gpipe"  # type: ignore[operator]
 
 
 def test_a_strategy_reads_like_code() -> None:

@@ -4,6 +4,7 @@ chunks as plain data, with the modules that define their operations."""
 from __future__ import annotations
 
 import builtins
+import inspect
 import io
 import pickle
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import cloudpickle
 
 from piper.base.errors import PiperError
+from piper.base.units import class_text
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.serialize import program_to_json
 from piper.ir.plan.plan import Plan
@@ -65,9 +67,34 @@ class _Packed:
             raise
         except Exception as error:
             raise PiperError(
-                f"optimizer=, scheduler= or init= cannot be sent to other processes: {error}"
+                f"{_unsendable(item)} cannot be sent to other processes: {error}. Create what it "
+                "refers to inside the function, or at the top of a module that workers import"
             ) from error
         return unpacked, (modules, script, content)
+
+
+def _unsendable(item: FirstWeights | DeviceProgram) -> str:
+    """Which of the user's functions in ``item`` cannot be pickled, and what it refers to."""
+    if isinstance(item, FirstWeights):
+        functions: dict[str, Any] = {"init=": item.init}
+    else:
+        functions = {"optimizer=": item.training.optimizer, "scheduler=": item.training.scheduler}
+    for name, function in functions.items():
+        if _fails(function):
+            inside = inspect.unwrap(function)
+            values = inspect.getclosurevars(inside) if inspect.isfunction(inside) else None
+            known = {} if values is None else {**values.globals, **values.nonlocals}
+            bad = [f"{key!r} ({class_text(x)})" for key, x in known.items() if _fails(x)]
+            return f"{name} refers to {bad[0]} and" if bad else name
+    return ", ".join(functions)
+
+
+def _fails(item: Any) -> bool:
+    try:
+        cloudpickle.dumps(item)
+    except Exception:  # noqa: BLE001 - pickle runs code of the user's classes
+        return True
+    return False
 
 
 def by_value(item: Any, pickled: Pickled | None = None, own: Any = None) -> bytes:
