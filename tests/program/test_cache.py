@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ import piper
 from piper.program.cache.entries import Entries
 from piper.program.cache.key import Key, key_of
 from piper.program.compile.digest import digest_of
+from piper.runtime.torch_flags import Flags
 from piper.strategies import mesh
 
 SCALE = 2.0
@@ -36,6 +38,23 @@ ARRAY = np.ones(3)
 CONSTANT = torch.zeros(20_000)
 settings = types.ModuleType("settings")
 settings.__dict__.update(SCALE=3.0, OTHER=4.0)
+computed = types.ModuleType("computed")
+computed.SCALE = 3.0
+PATTERN = re.compile("a" * 250)
+
+
+class Masked(np.ndarray):
+    pass
+
+
+@functools.lru_cache
+def used(n: int) -> float:
+    return n * SCALE
+
+
+@torch.library.custom_op("test_cache::scaled", mutates_args=())
+def scaled(x: Tensor) -> Tensor:
+    return x * SCALE
 
 
 @dataclass
@@ -59,6 +78,10 @@ def helper(x: Tensor) -> Tensor:
 
 def with_default(x: Tensor, scale: float = 1.0) -> Tensor:
     return x * scale
+
+
+def by_computed_name(x: Tensor) -> Tensor:
+    return x * computed.__dict__["SCA" + "LE".strip()] if PATTERN.match("b") is None else x
 
 
 def scaled_by(scale: Any) -> Callable[[Tensor], Tensor]:
@@ -98,7 +121,7 @@ class Net(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.one(wrapped(x))) * TABLE["scale"][0] + float(ARRAY[0])
-        x = with_default(self.scaled(x)) * settings.SCALE * settings.OTHER
+        x = by_computed_name(with_default(self.scaled(x))) * settings.SCALE * settings.OTHER
         return self.last(self.two(x)) * self.options.scale * cached(2)
 
 
@@ -159,6 +182,18 @@ CHANGES: dict[str, Callable[[Patch, list[Any]], object]] = {
     "a keyword of a partial": lambda m, g: g[0].calls[0].keywords.update(reduction="mean"),
     "torch's function": lambda m, _: m.setattr(F, "relu", halved),
     "torch's function by another": lambda m, _: m.setattr(F, "relu", F.gelu),
+    "what torch's modules call": lambda m, _: m.setattr(F, "linear", F.bilinear),
+    "a partial that they call": lambda m, _: m.setattr(
+        F, "linear", functools.partial(F.linear, bias=None)
+    ),
+    "a value by a computed name": lambda m, _: m.setattr(computed, "SCALE", 4.0),
+    "the end of a long pattern": lambda m, _: m.setattr(
+        sys.modules[__name__], "PATTERN", re.compile("a" * 250 + "b")
+    ),
+    "a hook of a weight": lambda m, g: g[0].two.weight.register_hook(halved),
+    "the fast path of attention": lambda m, _: m.setattr(
+        torch.backends.mha, "_is_fastpath_enabled", False
+    ),
     "torch's method": lambda m, _: m.setattr(nn.Linear, "forward", lambda self, x: x),
     "torch's inner function": lambda m, _: m.setattr(torch._tensor, "_convert", halved),
     "a builtin function": lambda m, _: m.setattr("builtins.float", lambda x: 2.0),
@@ -196,18 +231,19 @@ UNSEEN: dict[str, Callable[[list[Any]], object]] = {
     "random in a method": lambda g: g.append(Asks(random.random)),
     "a lock": lambda g: setattr(g[0], "lock", __import__("threading").Lock()),
     "an iterator": lambda g: setattr(g[0].options, "inner", iter([1])),
+    "results from before": lambda g: g.append(lambda: used(2)) or used(2),
+    "a kind of array": lambda g: g.append(ARRAY.view(Masked)),
+    "an operation by its name": lambda g: g.append(lambda x: torch.ops.test_cache.scaled(x)),
     "a sparse tensor": lambda g: g.append(torch.eye(2).to_sparse()),
 }
 
 
 @pytest.fixture
 def torch_settings() -> Iterator[None]:
-    math = torch.backends.cuda.math_sdp_enabled()
+    before = Flags.here()
     yield
-    torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(False)
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.enable_math_sdp(math)
+    before.set()
+    assert Flags.here() == before  # else all later keys differ
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +312,12 @@ def test_values_of_transformers_are_in_the_key(monkeypatch: pytest.MonkeyPatch) 
     for change in (
         lambda: monkeypatch.setitem(
             modeling.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", halved
+        ),
+        lambda: monkeypatch.setitem(
+            modeling.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", functools.partial(halved, 1)
+        ),
+        lambda: monkeypatch.setitem(
+            modeling.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", functools.partial(halved, 2)
         ),
         lambda: monkeypatch.setattr(modeling, "apply_rotary_pos_emb", halved),
         lambda: monkeypatch.setattr(modeling, "create_causal_mask", modeling.rotate_half),

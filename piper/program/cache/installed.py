@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 PIPER = Path(__file__).resolve().parents[2]
 
@@ -32,10 +32,11 @@ def is_installed(file: str) -> bool:
     return file.startswith(_INSTALLED)
 
 
-@cache
-def is_users(file: str) -> bool:
-    """Whether a file with code is the user's."""
-    return not file.startswith("<") and not is_installed(file)
+def is_users(function: FunctionType) -> bool:
+    """Whether the user has written a function, in a file or a session."""
+    file = function.__code__.co_filename
+    written = not file.startswith("<") or function.__module__ == "__main__"
+    return written and not is_installed(file)
 
 
 def is_of_installed(item: type | ModuleType) -> bool:

@@ -18,6 +18,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.backends import mha, opt_einsum
 from torch.nn.modules import module as global_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._config_module import ConfigModule
@@ -65,15 +67,17 @@ def key_of(*given: object) -> Key:
     own = own_digest(*given)
     values = digest_of(shallow=_values(own.modules))
     others = digest_of(shallow=_values(values.modules - own.modules))
+    functions = digest_of(shallow=_functions_of_torch())
     packages = {name.partition(".")[0] for name in own.modules | values.modules}
     digest = digest_of(
-        (own.text, values.text, others.text),
+        (own.text, values.text, others.text, functions.text),
         (sys.version, platform.machine(), torch.__version__, torch.version.git_version),
         list(_sources_of_piper()),
         distributions(),
         [list(files_in(package)) for package in sorted(packages - _KNOWN)],
         _environment([text for _, text in _sources()]),
         Flags.here().values,
+        (mha.get_fastpath_enabled(), opt_einsum.enabled, opt_einsum.strategy),
         list(_settings()),
         {k: v for k, v in vars(global_hooks).items() if _HOOKS.match(k)},
         list(_replaced()),
@@ -154,8 +158,19 @@ def _replaced() -> Iterator[tuple[str, FunctionType]]:
                 if kind is staticmethod or kind is classmethod:
                     function = function.__func__
                     kind = type(function)
-                if kind is FunctionType and is_users(function.__code__.co_filename):
+                if kind is FunctionType and is_users(function):
                     yield f"{name}.{place}.{part}", function
+
+
+def _functions_of_torch() -> Iterator[object]:
+    """The functions that torch's modules call, and the methods of tensors: others may replace
+    them."""
+    yield from vars(Tensor).items()
+    for module in (torch, torch.nn.functional, torch._C._nn):
+        for place, value in list(vars(module).items()):
+            if callable(value) and not issubclass(type(value), type | ModuleType):
+                yield place
+                yield value
 
 
 def _values(modules: Iterable[str]) -> Iterator[object]:

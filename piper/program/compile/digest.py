@@ -60,8 +60,7 @@ _PLAIN = frozenset((
 ))  # fmt: skip
 """Types whose text is all that they are."""
 _NAMED = (
-    OpOverload, OpOverloadPacket, GenericAlias, UnionType, PurePath, re.Pattern, np.dtype,
-    np.generic,
+    GenericAlias, UnionType, PurePath, np.dtype, np.generic,
 )  # fmt: skip
 """The same, with subclasses."""
 _DESCRIPTORS = (
@@ -87,6 +86,12 @@ _IMPURE = frozenset((
 """Modules with functions whose results are not those of their arguments."""
 _ANY_VALUE = frozenset(("eval", "exec", "globals", "locals", "vars", "__import__", "input"))
 """Built-in functions that may read any value."""
+_ANY_NAME = frozenset((
+    "getattr", "hasattr", "dir", "setattr", "attrgetter", "__dict__", "__getattribute__",
+))  # fmt: skip
+"""Functions and attributes by which code reads attributes whose names it computes."""
+_TORCHS = ("aten::", "prim::", "prims::")
+"""The names of torch's own operations begin like this."""
 _READ_GLOBALS = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"))
 _NOT_OF_A_CLASS = frozenset((
     "__dict__", "__weakref__", "__doc__", "__annotations__", "__module__", "__orig_bases__",
@@ -154,7 +159,7 @@ class _Walk:
         if kind in _PLAIN:
             self.say(f"{kind.__name__} {item!r}")
             return
-        if depth is not None and isinstance(item, FunctionType) and _is_users(item):
+        if depth is not None and _is_users(item):
             depth = None  # a function of the user in installed code replaces another one
         place = id(item), depth is None
         empty = ""
@@ -189,8 +194,12 @@ class _Walk:
             self._all((item.__func__, item.__self__), depth)
         elif issubclass(kind, partial):
             self._all((item.func, item.args, item.keywords, vars(item)), depth)
-        elif issubclass(kind, staticmethod | classmethod | _lru_cache_wrapper):
+        elif issubclass(kind, staticmethod | classmethod):
             self.refer(item.__wrapped__, depth)
+        elif issubclass(kind, _lru_cache_wrapper):
+            self.refer(item.__wrapped__, depth)
+            if item.cache_info().currsize and _is_users(item.__wrapped__):
+                self._miss(f"{item.__wrapped__.__qualname__} has cached results", depth)
         elif issubclass(kind, property):
             self._all((item.fget, item.fset), depth)
         elif issubclass(kind, cached_property):
@@ -203,11 +212,15 @@ class _Walk:
             self.say(f"{item.__objclass__.__qualname__}.{item.__name__}")
         elif issubclass(kind, _NAMED) or kind.__module__ == "typing":
             self.say(str(item))
+        elif issubclass(kind, OpOverload | OpOverloadPacket):
+            self._operation(item, depth)
+        elif issubclass(kind, re.Pattern):
+            self.say(f"{item.pattern!r} {item.flags}")  # its own text has an end
         elif issubclass(kind, logging.Logger):
             self.say(item.name)
         elif issubclass(kind, Thread) and depth is not None:
             self.say("")  # what it holds is of this process, as in the monitor of tqdm's bars
-        elif issubclass(kind, np.ndarray) and not item.dtype.hasobject:
+        elif kind is np.ndarray and not item.dtype.hasobject:
             self.say(f"{item.dtype} {item.shape} {item.strides}")
             self.say(_hashed(np.ascontiguousarray(item).tobytes()))
         elif issubclass(kind, ModuleType):
@@ -216,8 +229,15 @@ class _Walk:
         elif item is not os.environ:  # those that code names count with its file
             self._object(item, depth)
 
+    def _operation(self, item: OpOverload | OpOverloadPacket, depth: int | None) -> None:
+        self.say(str(item))
+        name = item.name() if isinstance(item, OpOverload) else item._qualified_op_name
+        if not name.startswith(_TORCHS) and ".py:" in torch._C._dispatch_dump(name):
+            self._miss(f"the operation {name}, which Python code defines", depth)
+
     def _tensor(self, item: Tensor, depth: int | None) -> None:
         self._all((item.dtype, item.layout, item.device, *item.shape, item.requires_grad), depth)
+        self._all(map(bool, (item._backward_hooks, item._post_accumulate_grad_hooks)), depth)
         self.refer(type(item), depth)
         self._all(vars(item).items(), depth)
         if item.layout is not torch.strided:
@@ -362,7 +382,7 @@ class _Read:
     @property
     def any_name(self) -> bool:
         """Whether it may compute the name of an attribute."""
-        return bool(self.values & {"getattr", "hasattr", "dir", "setattr", "operator"})
+        return not self.names.isdisjoint(_ANY_NAME)
 
     @staticmethod
     def by(code: CodeType) -> _Read:
@@ -401,8 +421,11 @@ def _module(name: str, function: FunctionType) -> ModuleType | None:
     return sys.modules.get(name) or sys.modules.get(f"{package}.{name}")
 
 
-def _is_users(function: FunctionType) -> bool:
-    return is_users(function.__code__.co_filename)
+def _is_users(item: object) -> bool:
+    """Whether the user has written the function that an object calls."""
+    while isinstance(item, partial | MethodType):
+        item = item.func if isinstance(item, partial) else item.__func__
+    return isinstance(item, FunctionType) and is_users(item)
 
 
 def _installed(function: FunctionType) -> bool:
