@@ -25,7 +25,7 @@ def test_a_program_knows_the_seconds_of_each_stage() -> None:
         "capturing the model",
         "applying the strategy",
         "planning",
-        "planning evaluation",
+        "capturing evaluation mode",
     ]
 
 
@@ -55,6 +55,15 @@ def test_lines_where_there_is_no_terminal(
     assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
 
 
+def test_a_long_first_stage_has_a_line_before_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = Stages("testing", True, after=0.01)
+    seen = ""
+    with stages.stage("one"):
+        while not seen:
+            seen = capsys.readouterr().err
+    assert seen == "testing: one\n"
+
+
 def test_nothing_in_the_first_second(capsys: pytest.CaptureFixture[str]) -> None:
     stages = Stages("testing", True, after=1e9)
     with stages.stage("one"):
@@ -76,7 +85,7 @@ def test_a_terminal_shows_the_stage() -> None:
     )
     os.close(theirs)
     seen = b""
-    while b"testing: one" not in seen:
+    while b"testing: one, 0 s" not in seen:
         seen += os.read(ours, 1000)
     process.communicate(b"go on\n")
     while b"testing took" not in seen:

@@ -312,8 +312,9 @@ class Capture:
             )
             with stages.stage("planning"):
                 lowered = _lowered(placed, self._training, settings, trained, first.device)
-            with stages.stage("planning evaluation"):
+            with stages.stage("capturing evaluation mode"):
                 evaluation = self._evaluation(strategy, shape, captured, placed)
+            with stages.stage("planning"):
                 training_step = Step(placed.facts, placed.code, lambda: lowered.plans)
                 evaluation_step, buckets = evaluated(
                     Step(evaluation.facts, evaluation.code),

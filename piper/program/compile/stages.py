@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from threading import Timer
 
 
 class Stages:
-    """Measures stages one after another, and shows them if ``shown``: a status line on a terminal,
-    plain lines elsewhere. The default is to show them on a terminal. Under torchrun only rank 0
-    does."""
+    """Measures stages one after another, and shows them if ``shown``: on a terminal a line with the
+    seconds of the stage, plain lines elsewhere. The default is to show them on a terminal. Under
+    torchrun only rank 0 does."""
 
     def __init__(self, what: str, shown: bool | None, *, after: float = 1.0) -> None:
         """``after`` is the number of seconds before the first line."""
@@ -33,9 +34,7 @@ class Stages:
     def stage(self, name: str) -> Iterator[None]:
         """A stage; times of equal names add up."""
         begun = time.perf_counter()
-        if self._shown and not self._terminal and begun - self._begun > self._after:
-            sys.stderr.write(f"{self._what}: {name}\n")
-        with self._showing(name):
+        with self._showing(name) if self._shown else nullcontext():
             yield
         seconds = time.perf_counter() - begun
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
@@ -49,17 +48,38 @@ class Stages:
 
     @contextmanager
     def _showing(self, name: str) -> Iterator[None]:
-        if not (self._shown and self._terminal):
-            yield
-            return
-        from rich.console import Console  # imported late: most processes show nothing
-
-        status = Console(stderr=True).status(f"{self._what}: {name}")
-        timer = Timer(max(0.0, self._begun + self._after - time.perf_counter()), status.start)
-        timer.start()
+        show, hide = self._line(name) if self._terminal else (partial(self._write, name), _nothing)
+        wait = self._begun + self._after - time.perf_counter()
+        timer = Timer(wait, show)
+        (timer.start if wait > 0 else show)()
         try:
             yield
         finally:
-            timer.cancel()
-            timer.join()
-            status.stop()
+            if wait > 0:
+                timer.cancel()
+                timer.join()
+            hide()
+
+    def _line(self, name: str) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What shows and hides the line of a stage that begins now."""
+        from rich.console import Console  # imported late: most processes show nothing
+
+        status = Console(stderr=True).status(_Running(f"{self._what}: {name}"))
+        return status.start, status.stop
+
+    def _write(self, name: str) -> None:
+        sys.stderr.write(f"{self._what}: {name}\n")
+
+
+class _Running:
+    """The text of a stage, with its seconds until now."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._begun = text, time.perf_counter()
+
+    def __rich__(self) -> str:
+        return f"{self._text}, {time.perf_counter() - self._begun:.0f} s"
+
+
+def _nothing() -> None:
+    pass
