@@ -17,7 +17,7 @@ import argparse
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,17 +151,14 @@ def _target(file: Path) -> str:
         return ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 128])
-    parser.add_argument("--programs", nargs="+", default=["dp", "pp"], choices=["dp", "pp"])
-    arguments = parser.parse_args()
+def per_worker(programs: Iterable[str], numbers: Sequence[int]) -> Table:
+    """Starts each program with each number of workers."""
     table = Table(title="per worker")
     columns = ("seconds", "worker CPU s", "parent CPU s", "MB", "bytes sent")
     for column in ("program", "workers", *columns, "communicators", "connections"):
         table.add_column(column, justify="right")
-    for kind in arguments.programs:
-        for workers in arguments.workers:
+    for kind in programs:
+        for workers in numbers:
             x = started(program_of(kind, workers))
             table.add_row(
                 kind,
@@ -175,7 +172,15 @@ def main() -> None:
                 str(x.connections),
             )
             print(kind, workers, x, flush=True)
-    Console(width=120).print(table)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 128])
+    parser.add_argument("--programs", nargs="+", default=["dp", "pp"], choices=["dp", "pp"])
+    arguments = parser.parse_args()
+    Console(width=120).print(per_worker(arguments.programs, arguments.workers))
 
 
 if __name__ == "__main__":
