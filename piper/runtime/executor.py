@@ -166,12 +166,20 @@ class Executor:
     def _failed(
         self, context: ExecutionContext, pc: int, kind: type[InstructionError], error: Exception
     ) -> InstructionError:
+        hint = _HINTS.get(str(error), "")
         failed = kind(
             f"device {self.state.device}, instruction {pc} "
-            f"({context.plan.instructions[pc].name}): {type(error).__name__}: {error}"
+            f"({context.plan.instructions[pc].name}): {type(error).__name__}: {error}{hint}"
         )
         failed.pc = pc
         return failed
+
+
+_HINTS = {
+    "index out of range in self": " (an index of the batch is not below the rows of an embedding: "
+    "compare the tokens with the vocabulary, and the length with the positions)"
+}
+"""By messages of torch that name no cause."""
 
 
 def _unreported(ops: Sequence[LoadedInstruction], plan: Plan) -> tuple[LoadedInstruction, ...]:

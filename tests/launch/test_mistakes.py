@@ -343,8 +343,10 @@ def test_a_list_may_have_one_batch_of_one_input(batch: Any) -> None:
 def test_what_trains_less_than_was_meant_is_warned_of(program: piper.Program) -> None:
     with piper.launch(program) as trainer:
         fit = partial(trainer.fit, epochs=2, progress=False)
-        with pytest.warns(piper.PiperWarning, match=r"ended after 1 of 2 epochs, .*: give a list"):
+        with pytest.raises(piper.PiperError, match=r"epochs=2 is not possible: .*: give a list"):
             fit(pairs())
+        with pytest.warns(piper.PiperWarning, match=r"ended after 3 of 9 steps, .*: give a list"):
+            fit(pairs(), steps=9)
         with pytest.warns(piper.PiperWarning, match="never read, so it has trained nothing: loop"):
             trainer.iterate([(X, X)]).close()
     with (
@@ -423,6 +425,14 @@ def test_a_loader_whose_last_batch_is_smaller_is_refused_at_once(
             trainer.fit(loader, pad=(0, 0))
         dropped = DataLoader(TensorDataset(rows, rows), 4, drop_last=True)
         assert trainer.fit(dropped, epochs=2, progress=False).steps == 4
+        own = DataLoader(rows, 4, collate_fn=lambda x: (torch.stack(x), torch.stack(x)))
+        with (
+            pytest.warns(piper.PiperWarning, match=rf"last batch has {left} row.*its collate_fn"),
+            pytest.raises(piper.PiperError, match=rf"and this one {left}: drop the last, smaller"),
+        ):
+            trainer.fit(own, progress=False)
+        full = DataLoader(rows, 4, collate_fn=lambda x: (torch.stack(x * 4)[:4],) * 2)
+        assert trainer.fit(full, progress=False).steps == 3
 
 
 def test_a_smaller_last_batch_is_taken_where_it_can_be() -> None:
@@ -440,6 +450,47 @@ def test_a_method_of_another_library_has_its_name_here(program: piper.Program) -
         assert not hasattr(trainer, "other")
 
 
+def test_steps_without_a_learning_rate_are_warned_of() -> None:
+    def scheduled(*rates: float) -> piper.Program:
+        return compiled(
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: rates[step % len(rates)]
+            )
+        )
+
+    with piper.launch(scheduled(0, 1)) as trainer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.fit([(X, X)] * 5, progress=False)
+        trainer.state_dict()
+    with (
+        piper.launch(scheduled(1, 1, 0, 0)) as trainer,
+        pytest.warns(piper.PiperWarning, match=r"rate of steps 3 and 4 is 0: they train nothing"),
+    ):
+        trainer.fit([(X, X)] * 5, progress=False)
+
+
+def test_a_schedule_that_ends_too_early_is_named() -> None:
+    program = compiled(
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1, total_steps=2)
+    )
+    with piper.launch(program) as trainer:
+        assert trainer.fit([(X, X)] * 2, progress=False).steps == 2
+        with pytest.raises(piper.PiperError, match=r"OneCycleLR .* has no .* after step 3: Tried"):
+            trainer.step(X, X)
+
+
+def test_other_data_of_a_resumed_run_is_warned_of(program: piper.Program, tmp_path: Path) -> None:
+    def resumed(batches: int) -> None:
+        with piper.launch(program) as trainer:
+            trainer.fit(
+                [(X, X)] * batches, steps=3, checkpoint=tmp_path, resume=True, progress=False
+            )
+
+    resumed(2)
+    with pytest.warns(piper.PiperWarning, match="a pass has 4 batches, and had 2 when .* step 3"):
+        resumed(4)
+
+
 def test_weights_that_nobody_reads_are_warned_of(program: piper.Program, tmp_path: Path) -> None:
     def fitted(read: Callable[[piper.Trainer], object], **options: Any) -> None:
         with piper.launch(program) as trainer:
@@ -448,6 +499,11 @@ def test_weights_that_nobody_reads_are_warned_of(program: piper.Program, tmp_pat
 
     with pytest.warns(piper.PiperWarning, match="nothing is saved: .* the model given to compile"):
         fitted(lambda trainer: trainer.evaluate(X, X))
+    with (
+        pytest.warns(piper.PiperWarning, match="nothing is saved: .* the model given to compile"),
+        piper.launch(program) as trainer,
+    ):
+        trainer.step(X, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fitted(lambda trainer: trainer.state_dict())
@@ -467,6 +523,15 @@ def test_a_sampler_that_hides_rows_is_warned_of(program: piper.Program) -> None:
 def test_zero_without_replicas_is_warned_of() -> None:
     with pytest.warns(piper.PiperWarning, match="zero=3 shards .* and there is one, .*: give dp="):
         mesh(pp=2, zero=3)
+
+
+def test_updates_in_half_precision_are_warned_of() -> None:
+    half = {"model": net().bfloat16(), "inputs": (X.bfloat16(),), "targets": (X.bfloat16(),)}
+    with pytest.warns(piper.PiperWarning, match=r"updated in torch.bfloat16.*: give precision='b"):
+        compiled(**half)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", piper.PiperWarning)
+        compiled(**half, precision="bf16")
 
 
 def test_parameters_without_a_gradient_are_warned_of() -> None:

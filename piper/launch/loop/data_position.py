@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
-from piper.base.errors import PiperError
+from piper.base.errors import PiperError, warn
 from piper.base.units import class_text, counted
 
 AnyBatch = Sequence[Any] | Mapping[str, Any]
@@ -60,6 +60,8 @@ class Position:
                 "epochs= counts passes over the batches, and a function of the number of a step "
                 "has no end: give steps=, or a function without arguments that yields the batches"
             )
+        if epochs is not None and epochs > 1 and not repeat and isinstance(batches, Iterator):
+            raise PiperError(f"epochs={epochs} is not possible: {READ_ONCE}")
         self._told = epochs is not None
         self._most = epochs or (None if repeat else 1)
         self._once = isinstance(batches, Iterator)
@@ -97,11 +99,16 @@ class Position:
     @property
     def total(self) -> int | None:
         """The number of batches of all passes, if it is known."""
+        length = self._length
+        return None if self._most is None or length is None else length * self._most
+
+    @property
+    def _length(self) -> int | None:
+        """The number of batches of a pass, if it is known."""
         try:
-            length = len(self._source)  # type: ignore[arg-type]
+            return len(self._source)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             return None
-        return None if self._most is None else length * self._most
 
     @property
     def why_empty(self) -> str:
@@ -134,7 +141,7 @@ class Position:
         loader = self._source
         if self.over or not isinstance(loader, DataLoader) or loader.batch_size != size:
             return None
-        if loader.drop_last or loader.collate_fn is not default_collate:  # others may add rows
+        if loader.drop_last:
             return None
         try:
             rows, batches = len(loader.sampler), len(loader)  # type: ignore[arg-type]
@@ -142,6 +149,13 @@ class Position:
             return None
         reached = steps is None or self._taken + steps >= batches
         return rows % size or None if reached else None
+
+    @property
+    def collates(self) -> bool:
+        """Whether batches are made by a function of the user, which may add rows."""
+        return isinstance(self._source, DataLoader) and (
+            self._source.collate_fn is not default_collate
+        )
 
     def _next_pass(self) -> bool:
         """Go to the next pass, if there is one."""
@@ -163,6 +177,7 @@ class Position:
             )
         return {
             "taken": self._taken - self.has_batch,
+            "length": self._length,
             "loader": None if self._loader is None else self._loader.state_dict(),
             "passes": self._passes,
             "over": self.over,
@@ -176,6 +191,14 @@ class Position:
         taken, passes, loader = known.get("taken"), known.get("passes"), known.get("loader")
         self._step = step
         self._taken = taken if isinstance(taken, int) and taken >= 0 else step
+        before, now = known.get("length"), self._length
+        if isinstance(before, int) and now is not None and now != before:
+            warn(
+                f"a pass has {counted(now, 'batch')}, and had {before} when the checkpoint "
+                f"of step {step} was saved: the run continues after {self._taken} of these, which "
+                "need not be those that it has trained on; give the loader from before, or begin "
+                "other data with init=piper.weights(...) of an export, in a new folder"
+            )
         self._passes = passes if isinstance(passes, int) else 0
         self.over = known.get("over") is True
         self._begun = _states(known.get("begun"))

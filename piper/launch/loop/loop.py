@@ -137,8 +137,18 @@ class Rounds:
             )
         steps = None if self._last is None else self._last - self._session.steps
         rows = self._position.last_rows(self._session.program.example.size, steps)
-        if rows is not None:
+        if rows is None:
+            return
+        try:
             training_calls.refuse_rows(self._session, rows, self._options.pad)
+        except PiperError as error:
+            if not self._position.collates:
+                raise
+            self._session.notices.give(
+                Notice.LAST,
+                f"the loader's last batch has {counted(rows, 'row')}, unless its collate_fn adds "
+                f"some, and then the run ends with an error: {error}",
+            )
 
     @property
     def _last(self) -> int | None:
@@ -183,7 +193,6 @@ class Rounds:
                     observe=self._observations.of(session.steps + 1),
                 )
                 self._position.trained()
-                session.unread = session.program.training.optimizer is not None
             self._tokens += result.tokens
         self._losses.add(session.steps, result)
         return result

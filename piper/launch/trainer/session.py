@@ -53,7 +53,7 @@ class Session:
         self.failed = False
         """Whether the last step or evaluation ended with an error."""
         self.unread = False
-        """Whether a loop has changed the weights since they were last saved or read."""
+        """Whether steps have changed the weights since they were last saved or read."""
         self.saving = PendingSave()
         self._group: WorkerGroup | None = group
         # runs even without close(); registered after the group's finalizer, so called before it

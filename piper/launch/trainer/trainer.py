@@ -51,6 +51,7 @@ _ELSEWHERE = {
     "load_checkpoint": "load(folder)",
     **dict.fromkeys(("parameters", "named_parameters"), "state_dict(), or model().parameters()"),
     "optimizer": "optimizer= of compile makes it, on each device for its own parameters",
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "scheduler= of compile; every step advances it"),
 }
 """Names of these methods in other libraries."""
 

@@ -40,6 +40,7 @@ from piper.program.compile.compile_arguments import ELSEWHERE, CompileArguments
 from piper.program.compile.digest import digest_of
 from piper.program.compile.model_warnings import (
     warn_of_checkpointing,
+    warn_of_half_precision,
     warn_of_mixing,
     warn_of_untrained,
 )
@@ -299,6 +300,8 @@ class Capture:
                 placed = self._placer.placed(strategy, captured, shape.experts)
             trained = trained_shapes(placed.facts.whole, placed.code)
             warn_of_untrained(self._given.trained.keys() - trained.keys())
+            if self._training.optimizer is not None and self._training.master is None:
+                warn_of_half_precision({n: placed.code.parameters[n].dtype for n in trained})
             if self._cost is None:
                 with without_modes():
                     self._cost = cost_of(self._training.optimizer, trained, first.device)

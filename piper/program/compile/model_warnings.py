@@ -1,10 +1,12 @@
 """Warnings about models that would train otherwise than meant: a loss on microbatches that is not
-that of the whole batch, parameters without a gradient, activation checkpointing without effect."""
+that of the whole batch, parameters without a gradient or in half precision, activation
+checkpointing without effect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
+import torch
 from torch import nn
 
 from piper.base.errors import CaptureError, warn
@@ -52,6 +54,18 @@ def warn_of_untrained(names: Set[str]) -> None:
             f"{counted(len(names), 'parameter')} of the model will not be trained, because the "
             f"loss has no gradient for {some}{', ...' if len(names) > 3 else ''}: unused, under "
             "torch.no_grad or detached. If that is meant, freeze them with requires_grad_(False)"
+        )
+
+
+def warn_of_half_precision(trained: Mapping[str, torch.dtype]) -> None:
+    """Warn of parameters that are updated in half precision."""
+    halves = [name for name, kind in trained.items() if kind in (torch.bfloat16, torch.float16)]
+    if halves:
+        warn(
+            f"{counted(len(halves), 'parameter')} of the model, such as {halves[0]}, would be "
+            f"updated in {trained[halves[0]]}, which rounds small updates away: give "
+            "precision='bf16', which computes in bf16 and updates fp32 weights, or load the model "
+            "in fp32 (dtype=torch.float32 of from_pretrained)"
         )
 
 

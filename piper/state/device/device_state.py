@@ -19,7 +19,7 @@ from piper.state.device.snapshot import Snapshot
 from piper.state.device_program import DeviceProgram, buffers_of
 from piper.state.optimizer.ema import swap_averages
 from piper.state.optimizer.factory import kind_of, make, regrouped
-from piper.state.optimizer.scheduler import make_scheduler
+from piper.state.optimizer.scheduler import advance, make_scheduler
 from piper.state.weights.first_tensors import Fetch
 
 
@@ -216,7 +216,7 @@ class DeviceState:
         """End a step: count it and advance the scheduler."""
         self.steps += 1
         if self.scheduler is not None:
-            self.scheduler.step()
+            advance(self.scheduler, self.steps)
             for rate, group in zip(self._rates, self._groups(), strict=False):
                 rate.fill_(group["lr"])
         self.changing = False

@@ -39,6 +39,17 @@ def make_scheduler(
     return scheduler
 
 
+def advance(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> None:
+    """One step of ``scheduler``, after ``steps`` steps of training."""
+    try:
+        scheduler.step()
+    except ValueError as error:
+        raise PiperError(
+            f"the {type(scheduler).__name__} of scheduler= has no learning rate after step "
+            f"{steps}: {error}. It counts steps, over all epochs: make it for as many as there are"
+        ) from error
+
+
 def try_scheduler(
     factory: OptimizerFactory | None, scheduler: SchedulerFactory | None, trained: TrainedShapes
 ) -> None:
