@@ -296,6 +296,11 @@ def check_model(model: object) -> None:
         if isinstance(model, str):
             cure = ": load it, AutoModelForCausalLM.from_pretrained(name)"
         raise CaptureError(f"the model must be an nn.Module, not {f'{kind} {name}'.strip()}{cure}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            "the model is a torch.jit.ScriptModule, which cannot be captured: give the module that "
+            "was traced or scripted"
+        )
     for base in type(model).__mro__:
         if base.__module__.startswith(_WRAPPERS):
             raise CaptureError(

@@ -172,8 +172,10 @@ def test_what_is_refused(trainer: piper.Trainer) -> None:
             trainer.fit(BATCHES, **options)
     with pytest.raises(PiperError, match="epochs= counts passes over the batches"):
         trainer.fit(lambda step: BATCHES[step], epochs=2)
-    with pytest.warns(PiperWarning, match="the batches ended after 1 of 2 epochs, and cannot be"):
+    with pytest.raises(PiperError, match="epochs=2 is not possible: a generator"):
         trainer.fit(iter(BATCHES), epochs=2)
+    with pytest.warns(PiperWarning, match=f"the batches ended after {len(BATCHES)} of 9 steps"):
+        trainer.fit(iter(BATCHES), epochs=2, steps=9)
 
 
 def test_lines_where_there_is_no_terminal(

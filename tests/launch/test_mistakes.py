@@ -149,6 +149,10 @@ COMPILING: dict[str, tuple[Callable[[], object], str]] = {
         lambda: compiled(model=nn.DataParallel(net())),
         r"the model is a DataParallel, which distributes it already: give the module itself",
     ),
+    "a scripted model": (
+        lambda: compiled(model=torch.jit.trace(net(), X)),
+        r"the model is a torch.jit.ScriptModule, .*: give the module that was traced or scripted",
+    ),
     "a backward hook": (
         lambda: compiled(model=hooked()),
         r"0 has a backward hook, which would never be called",
@@ -264,6 +268,10 @@ TRAINING: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     "a dataset for a loader": (
         lambda t, _: t.fit(TensorDataset(X, X)),
         r"give an iterable of batches, such as a torch.utils.data.DataLoader of a dataset",
+    ),
+    "rows for batches": (
+        lambda t, _: t.fit([(X[0], X[0]), (X[1], X[1])]),
+        r"This is one row, and a batch has 4: give a DataLoader of the rows, with batch_size=4",
     ),
     "one callback": (
         lambda t, path: t.fit([(X, X)], callbacks=CSV(path / "log.csv")),

@@ -191,16 +191,16 @@ class Position:
         taken, passes, loader = known.get("taken"), known.get("passes"), known.get("loader")
         self._step = step
         self._taken = taken if isinstance(taken, int) and taken >= 0 else step
+        self._passes = passes if isinstance(passes, int) else 0
+        self.over = known.get("over") is True
         before, now = known.get("length"), self._length
-        if isinstance(before, int) and now is not None and now != before:
+        if isinstance(before, int) and now is not None and now != before and not self.over:
             warn(
                 f"a pass has {counted(now, 'batch')}, and had {before} when the checkpoint "
                 f"of step {step} was saved: the run continues after {self._taken} of these, which "
                 "need not be those that it has trained on; give the loader from before, or begin "
                 "other data with init=piper.weights(...) of an export, in a new folder"
             )
-        self._passes = passes if isinstance(passes, int) else 0
-        self.over = known.get("over") is True
         self._begun = _states(known.get("begun"))
         random = _states(known.get("random"))
         self._set(random)

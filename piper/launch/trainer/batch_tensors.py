@@ -122,10 +122,16 @@ def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> Piper
     """``error``, with advice if the batch differs from the example only in its shapes."""
     tensors, examples = _tensors(batch), program.example.tensors
     kinds = [(x.dtype, x.dim()) for x in tensors]
+    size = program.example.size
+    if kinds == [(x.dtype, x.dim() - 1) for x in examples]:
+        return PiperError(
+            f"{error}. This is one row, and a batch has {size}: give a DataLoader of the rows, "
+            f"with batch_size={size}"
+        )
     if kinds != [(x.dtype, x.dim()) for x in examples]:
         return error
     rows = {x.shape[0] for x in tensors if x.dim()}
-    size, here = program.example.size, min(rows, default=0)
+    here = min(rows, default=0)
     own = "allow a program of its own for it (piper.launch(program, shapes=1))"
     if len(rows) == 1 and here < size:
         fits = here % program.loss_parts == 0
