@@ -124,7 +124,7 @@ class Captured:
         whole = {name: specs[Ref(Kind.PARAMETER, i)] for name, specs, i in ends}
         with _tracing(), quiet_tracing():
             pieces = segmented(self.cut, shardings)
-            joints = differentiate(pieces, trained.__contains__, self.compiler)
+            joints = differentiate(pieces, trained.__contains__, self.compiler, {})
             unmarked = [passes.of(joint, self.remat) for joint in joints]
             programs = consume_inputs(pieces, unmarked)
         return replace(self, cut=pieces, joints=joints, programs=programs, whole=whole)
@@ -150,6 +150,7 @@ def capture(
     precision: str = Precision.FP32.value,
     passes: Passes | None = None,
     found: Found | None = None,
+    known: str | None = None,
 ) -> Captured:
     """Turn ``model`` and ``loss`` into chunks whose passes are pure functions.
 
@@ -159,8 +160,9 @@ def capture(
     changed; the programs run on ``device``. ``remat`` is "none", "min-cut" or "all"; the compiler
     has the default. ``outputs`` selects results of the step beside the loss from the model's
     output. ``precision`` "bf16" computes with bf16 parameters and inputs, "fp32" with the model's
-    own dtypes. ``passes`` caches the programs of joint graphs; callers can share it.
+    own dtypes. ``passes`` caches joint graphs and their programs; callers can share it.
     ``found`` is that of an earlier capture of the model, with other rows or in the other mode.
+    ``known`` is what another capture has ``traced``: one that traces the same raises ``SameTrace``.
     """
     chosen = compiler_named(compiler)
     policy = chosen.remat if remat is None else choice("remat", remat, RematPolicy, CaptureError)
@@ -180,6 +182,7 @@ def capture(
         outputs,
         kind.dtype,
         Found() if found is None else found.copied(),
+        known,
     )
     with _tracing():
         return _capture(request, chosen, policy, passes or Passes())
@@ -233,7 +236,7 @@ def _capture(
     trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     if isinstance(loss, nn.Module):
         trained |= {LOSS_PREFIX + n for n, p in loss.named_parameters() if p.requires_grad}
-    joints = differentiate(pieces, trained.__contains__, compiler)
+    joints = differentiate(pieces, trained.__contains__, compiler, passes.joints)
     refuse_empty(pieces, exported.regions, exported.loss_region)
     return Captured(
         cut=pieces,

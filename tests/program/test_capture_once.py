@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import piper
 from piper import PiperError
+from piper.ir.passes import Pass
 from piper.launch.agreement import fingerprints
 from piper.strategies.directives import Directive, place, replicate, shard
 from tests.training import adamw, data_parallel, one_f_one_b, pipeline
@@ -79,6 +80,22 @@ def test_a_model_is_traced_once_for_each_number_of_rows() -> None:
     for directives in STRATEGIES.values():
         captured.compile(piper.Strategy(directives))
     assert seen == calls
+
+
+def test_evaluation_traces_again_what_the_mode_changes() -> None:
+    seen: list[int] = []
+    captured = piper.capture(Counting(seen, modes=True), **example(), tags={})
+    program = captured.compile(piper.Strategy(STRATEGIES["1f1b"]))
+    assert seen == [2, 2, 2]  # training, evaluation, and training again, to compare them
+    training, evaluation = (
+        {
+            piece.name: made.functions[Pass.F].module
+            for piece, made in zip(code.pieces, code.programs[1], strict=True)
+        }
+        for code in program.codes
+    )
+    again = [name for name in evaluation if evaluation[name] is not training.get(name)]
+    assert again == ["layer[3]"]
 
 
 def test_evaluation_is_planned_when_it_is_first_asked_for() -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -49,10 +51,16 @@ class Demand:
     """Buffers that some chunk updates: the backward cannot read their old content again."""
 
 
+Joints = dict[tuple[str, Demand], Joint]
+"""Joint graphs by the key of their body and what is demanded of it."""
+
+
 def differentiate(
-    cut: Cut, trained: Callable[[str], bool], compiler: Compiler
+    cut: Cut, trained: Callable[[str], bool], compiler: Compiler, known: Joints
 ) -> tuple[Joint, ...]:
-    """The joint graph of each chunk; equal chunks with equal demands share one."""
+    """The joint graph of each chunk; equal chunks with equal demands share one. ``known`` are those
+    of other captures of the model, in the other mode, for the same ``compiler``; it gets those made
+    here."""
     flows = _gradient_flow(cut, trained)
     if not flows[cut.loss]:
         raise CaptureError(
@@ -60,7 +68,7 @@ def differentiate(
             "is not computed under torch.no_grad or from detached values"
         )
     received: dict[int, Stride] = {cut.loss: cut.values[cut.loss].spec.stride}
-    joints: dict[tuple[str, Demand], Joint] = {}
+    joints = dict(known)
     in_reverse: list[Joint] = []
     for chunk in reversed(cut.chunks):
         demand = Demand(
@@ -76,6 +84,8 @@ def differentiate(
                 joints[key] = _traced(chunk.body, demand, compiler)
             except Exception as error:
                 raise explain(error, f"the backward of region {chunk.name}") from error
+            if _says_all(chunk.body):
+                known[key] = joints[key]
         joint = joints[key]
         in_reverse.append(joint)
         for ref, node in joint.gradients:
@@ -83,6 +93,13 @@ def differentiate(
                 value, term = chunk.inputs[ref.index], node.meta["val"]
                 received[value] = _summed(received.get(value), term)
     return tuple(reversed(in_reverse))
+
+
+def _says_all(body: Body) -> bool:
+    """Whether the key of ``body`` says what it computes in other traces, too: the names of blocks
+    and of autograd functions may mean others there."""
+    calls = [x.target for x in body.module.graph.nodes if x.op not in ("placeholder", "output")]
+    return all(isinstance(x, OpOverload | BuiltinFunctionType) for x in calls)
 
 
 def _traced(body: Body, demand: Demand, compiler: Compiler) -> Joint:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from piper.capture.chunk.autodiff import Joints
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.remat_choice import choose
 from piper.capture.code.chunk_program import ChunkProgram, Function
@@ -34,9 +35,10 @@ NamedNodes = list[tuple[Ref, fx.Node]]
 
 
 class Passes:
-    """The programs of joint graphs, each built once."""
+    """Joint graphs and their programs, each made once."""
 
     def __init__(self) -> None:
+        self.joints: Joints = {}
         self._made: dict[tuple[Joint, RematPolicy], ChunkProgram] = {}
 
     def of(self, joint: Joint, policy: RematPolicy) -> ChunkProgram:

@@ -67,6 +67,12 @@ class TraceRequest:
     """If given, it replaces the dtype of floating-point parameters and inputs."""
     found: Found = field(default_factory=Found)
     """What earlier traces have found of the model's equal modules; this one adds to it."""
+    known: str | None = None
+    """The digest of a trace that is not needed again: ``SameTrace`` is raised if it is made."""
+
+
+class SameTrace(Exception):  # noqa: N818 - not an error: an earlier trace serves
+    """The trace is one that the caller has."""
 
 
 def export(request: TraceRequest) -> Traced:
@@ -74,7 +80,7 @@ def export(request: TraceRequest) -> Traced:
 
     def functional(attempt: Attempt | None) -> Traced:
         with function_ops() as functions:
-            return _functional(_trace(request, functions, attempt), functions)
+            return _functional(_trace(request, functions, attempt), functions, request.known)
 
     traced = once_if_equal(functional, request.found)
     step = traced.step
@@ -179,10 +185,13 @@ def _trace(request: TraceRequest, functions: Functions, attempt: Attempt | None)
     )
 
 
-def _functional(trace: _Trace, functions: Functions) -> Traced:
+def _functional(trace: _Trace, functions: Functions, known: str | None) -> Traced:
     """The traced program without mutation and without no_grad and autocast blocks."""
     program, step = trace.program, trace.step
-    text, computation = fingerprint(program, trace.whole), _computation(trace)
+    text = fingerprint(program, trace.whole)
+    if text == known:
+        raise SameTrace
+    computation = _computation(trace)
     try:
         refuse_held(program, step, trace.names)
         refuse_unsupported(program, trace.paths, trace.names)

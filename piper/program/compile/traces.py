@@ -16,6 +16,7 @@ from piper.capture.loss.own_loss import loss_or_own
 from piper.capture.model import Captured, capture, trace
 from piper.capture.regions import ChosenTags, OwnRegions
 from piper.capture.repeats.equal_modules import Found
+from piper.capture.trace.export import SameTrace
 from piper.program.compile.compile_arguments import CompileArguments
 
 _T = TypeVar("_T")
@@ -28,7 +29,7 @@ class Traces:
         self._given = given
         self.tags = chosen_tags(given.model) if given.tags is None else given.tags
         self.passes = Passes()
-        """The split passes of all joint graphs."""
+        """Joint graphs, and their split passes. The modes share what they compute alike."""
         self._training: dict[int, Captured] = {}
         self._evaluation: dict[int, Captured] = {}
         self._by_mode: dict[int, bool] = {}
@@ -47,9 +48,12 @@ class Traces:
     def evaluation(self, parts: int) -> Captured:
         """The model traced in evaluation mode on one of ``parts`` equal parts of the batch."""
         if parts not in self._evaluation:
-            with self._evaluating():
-                self._evaluation[parts] = self._capture(parts, rows=True)
+            self._evaluation[parts] = self._evaluated(parts)
         return self._evaluation[parts]
+
+    def _evaluated(self, parts: int, known: str | None = None) -> Captured:
+        with self._evaluating():
+            return self._capture(parts, rows=True, known=known)
 
     def depends_on_mode(self, parts: int) -> bool:
         """Whether evaluation computes differently than training. Both are traced and compared,
@@ -60,10 +64,15 @@ class Traces:
 
     def _compared(self, parts: int) -> bool:
         training = self.training(parts).traced
-        with self._evaluating():
-            evaluation = self._text(parts, self._found)
-        if evaluation == training:
-            return False
+        if self._given.outputs is None:
+            try:
+                self._evaluation[parts] = self._evaluated(parts, training)
+            except SameTrace:
+                return False
+        else:  # in evaluation, outputs have rows
+            with self._evaluating():
+                if self._text(parts, self._found) == training:
+                    return False
         if self._text(parts, self._began[parts]) != training:
             raise CaptureError(
                 f"{type(self._given.model).__name__} computes something else each time it is "
@@ -73,10 +82,10 @@ class Traces:
             )
         return True
 
-    def _capture(self, parts: int, *, rows: bool) -> Captured:
+    def _capture(self, parts: int, *, rows: bool, known: str | None = None) -> Captured:
         it = self._given
         how = self._how(parts, rows) | {"compiler": it.compiler, "remat": it.remat}
-        made = self._tagged(capture, **how, passes=self.passes)
+        made = self._tagged(capture, **how, passes=self.passes, known=known)
         self._found = self._found or made.found
         return made
 
