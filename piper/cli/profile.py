@@ -65,7 +65,7 @@ def profile(
         with trainer:
             quiet = not (output.err.is_terminal and output.speaks)
             for _ in track(range(warmup), "warming up", console=output.err, disable=quiet):
-                trainer.step(*trainer.example)
+                trainer.profile()
             with output.doing(f"measuring {steps} steps"):
                 measured = trainer.profile(steps=steps, kernels=kernels)
         output.say(facts_table(measured.facts, "measured"), *str(measured).splitlines()[1:])
