@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import structs
 
 from piper.cost.rough_costs import Costs
@@ -115,15 +116,14 @@ def _planned(dag: Dag, models: Mapping[int, Model], settings: Settings) -> Lower
 
 def _shared_groups(dag: Dag) -> Dag:
     """``dag`` with equal groups as one object: for speed, passes compare groups by identity."""
+    places, groups = dag.operations.places, [group for group, _ in dag.operations.groups]
     first: dict[Group, Group] = {}
-    known: dict[int, Group] = {}
-    changed = {}
-    for number, node in enumerate(dag.nodes):
-        group = known.get(id(node.devices))
-        if group is None:
-            group = known[id(node.devices)] = first.setdefault(node.devices, node.devices)
-        if group is not node.devices:
-            changed[number] = structs.replace(node, devices=group)
+    shared = [first.setdefault(group, group) for group in groups]
+    other = np.array([one is not group for one, group in zip(shared, groups, strict=True)], bool)
+    changed = {
+        number: structs.replace(dag.nodes[number], devices=shared[places[number]])
+        for number in np.flatnonzero(other[places]).tolist()
+    }
     return dag.with_nodes(changed) if changed else dag
 
 

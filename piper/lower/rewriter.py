@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from typing import Any
 
 from piper.ir.dag.dag import Dag, Node, Tags
 from piper.ir.dag.values import Extra
@@ -52,5 +52,6 @@ class Rewriter:
         self.nodes.append(node)
         return made
 
-    def dag(self) -> Dag:
-        return replace(self._dag, nodes=tuple(self.nodes), extra=tuple(self.extra))
+    def dag(self, **changes: Any) -> Dag:
+        """The DAG, with other fields in ``changes``."""
+        return self._dag.rewired(self.nodes, extra=tuple(self.extra), **changes)

@@ -115,6 +115,7 @@ def timed(
     free = [0.0] * schedule.ranks
     cells: list[list[Cell]] = [[] for _ in schedule.rows]
     left = sum(len(row.groups) for row in schedule.rows)
+    stages = schedule.stages
     while left:
         before = left
         for rank, row in enumerate(schedule.rows):
@@ -123,7 +124,7 @@ def timed(
                 needs = [
                     ways
                     for action in group
-                    for ways in _needs(action, schedule.stages)
+                    for ways in _needs(action, stages)
                     if not set(ways).intersection(group)
                 ]
                 if not all(any(way in done for way in ways) for ways in needs):

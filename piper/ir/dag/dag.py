@@ -7,9 +7,10 @@ A DAG is immutable; each directive makes a new one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from msgspec import Struct
 
@@ -17,7 +18,7 @@ from piper.base.units import wrapped
 from piper.ir.collectives import Move
 from piper.ir.dag.edges import Edges
 from piper.ir.dag.facts import Model
-from piper.ir.dag.node_kinds import NodeKinds
+from piper.ir.dag.node_kinds import NodeKinds, Operations
 from piper.ir.dag.values import Content, Extra, Role, Value, ValueTable
 from piper.ir.mesh import Mesh
 from piper.ir.ops import (
@@ -144,8 +145,8 @@ class Dag:
 
     def maker(self, value: int) -> int | None:
         """The number of the node that makes a value; None if no node does."""
-        maker_of = self.edges.maker_of
-        maker = int(maker_of[value]) if value < len(maker_of) else -1
+        makers = self.edges.maker_list
+        maker = makers[value] if value < len(makers) else -1
         return None if maker < 0 else maker
 
     def source(self, value: int) -> Node:
@@ -160,9 +161,21 @@ class Dag:
         return Edges(self.nodes)
 
     @cached_property
+    def operations(self) -> Operations:
+        """What all nodes do, and where."""
+        return Operations().followed_by(self.nodes)
+
+    @cached_property
     def kinds(self) -> NodeKinds:
         """The kinds of its nodes. Groups and operations that are equal should be one object."""
-        return NodeKinds(self.nodes, self.edges, self.extra, self.table.size, self.first_extra)
+        return NodeKinds(
+            self.nodes,
+            self.operations,
+            self.edges,
+            self.extra,
+            self.table.size,
+            self.first_extra,
+        )
 
     @property
     def examples(self) -> list[Node]:
@@ -256,6 +269,13 @@ class Dag:
         for number, node in changed.items():
             nodes[number] = node
         return replace(self, nodes=tuple(nodes))
+
+    def rewired(self, nodes: Sequence[Node], **changes: Any) -> Dag:
+        """This DAG with ``nodes``, and other fields in ``changes``. The nodes that it has do what
+        they did, in the same places, and may read, write and wait for others; more may follow."""
+        after = replace(self, nodes=tuple(nodes), **changes)
+        after.__dict__["operations"] = self.operations.followed_by(nodes[len(self.nodes) :])
+        return after
 
     def noted(self, *directives: str) -> Dag:
         """This DAG with more entries in its history; the first has number ``len(self.history)``."""

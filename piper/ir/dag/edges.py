@@ -50,6 +50,12 @@ class Edges:
         return maker_of
 
     @cached_property
+    def maker_list(self) -> list[int]:
+        """``maker_of``, for single values."""
+        makers: list[int] = self.maker_of.tolist()
+        return makers
+
+    @cached_property
     def makers(self) -> Ints:
         """For each item of ``reads``, the node that makes the value; -1 if none does."""
         makers: Ints = self.maker_of[self.reads.items]

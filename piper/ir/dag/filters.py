@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, Tag, Tags
+from piper.ir.grouped import grouped
 from piper.ir.passes import Pass
 
 FilterLike = Mapping[str, Any]
@@ -66,7 +66,7 @@ class TagIndex:
 
     def __init__(self, dag: Dag, numbers: Sequence[int]) -> None:
         """Of the nodes ``numbers``."""
-        self._nodes, self._of = dag.nodes, numbers
+        self._of, self._tags = numbers, [dag.nodes[number].tags for number in numbers]
         self._by_tags: dict[tuple[str, ...], dict[tuple[Tag | None, ...], list[int]]] = {}
 
     def matching(self, where: Filter) -> list[int]:
@@ -84,11 +84,9 @@ class TagIndex:
     def _numbers(self, names: tuple[str, ...]) -> dict[tuple[Tag | None, ...], list[int]]:
         """The numbers of the nodes by the values of some tags."""
         if names not in self._by_tags:
-            index: defaultdict[tuple[Tag | None, ...], list[int]] = defaultdict(list)
-            nodes = self._nodes
-            for number in self._of:
-                index[tuple(map(nodes[number].tags.get, names))].append(number)
-            self._by_tags[names] = index
+            columns = [[tags.get(name) for tags in self._tags] for name in names]
+            keys = zip(*columns, strict=True) if names else itertools.repeat((), len(self._of))
+            self._by_tags[names] = grouped(zip(keys, self._of, strict=True))
         return self._by_tags[names]
 
 

@@ -1,4 +1,4 @@
-"""Kinds of nodes: the nodes of one kind differ only in their microbatch.
+"""What the nodes of a DAG do, and their kinds: nodes of one kind differ only in their microbatch.
 
 A kind is what a node's duration, streams, sizes and slots depend on. So passes over a lowered DAG
 ask for these once per kind, and a step of many microbatches costs little more than their nodes.
@@ -7,14 +7,24 @@ ask for these once per kind, and a step of many microbatches costs little more t
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
 from piper.ir.dag.edges import Edges, Wired
-from piper.ir.dag.ragged import Ints, first_of_each
+from piper.ir.dag.ragged import Bools, Ints, Ragged, numbered
 from piper.ir.dag.values import Content, Extra
 from piper.ir.ops import Add, Collective, Compute, Group, Op, Select, Transfer
+from piper.ir.passes import Pass
+
+_NUMBERS = {which: number for number, which in enumerate(Pass)}
+_OTHER = Compute(-1, Pass.F, 0)
+
+
+def _none() -> Ints:
+    return np.empty(0, np.int64)
 
 
 class PlacedNode(Wired, Protocol):
@@ -28,8 +38,71 @@ class PlacedNode(Wired, Protocol):
     def replicas(self) -> int: ...
     @property
     def stream(self) -> str: ...
-    @property
-    def parts(self) -> int: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """What nodes do and where, as arrays over all of them."""
+
+    chunks: Ints = field(default_factory=_none)
+    """Of passes; -1 for other nodes."""
+    passes: Ints = field(default_factory=_none)
+    """Numbers of their passes."""
+    microbatches: Ints = field(default_factory=_none)
+    places: Ints = field(default_factory=_none)
+    """Indices in ``groups``."""
+    groups: tuple[tuple[Group, int], ...] = ()
+    """Groups of devices with their replicas. Equal groups should be one object."""
+
+    def followed_by(self, nodes: Sequence[PlacedNode]) -> Operations:
+        """These, then those of more ``nodes``."""
+        if not nodes:
+            return self
+        groups = [*self.groups]
+        known = {(id(group), replicas): i for i, (group, replicas) in enumerate(groups)}
+        places: list[int] = []
+        for node in nodes:
+            key = id(node.devices), node.replicas
+            place = known.get(key)
+            if place is None:
+                place = known[key] = len(groups)
+                groups.append((node.devices, node.replicas))
+            places.append(place)
+        ops = [node.op for node in nodes]
+        passes = [op if isinstance(op, Compute) else _OTHER for op in ops]
+        return Operations(
+            np.append(self.chunks, [op.chunk for op in passes]),
+            np.append(self.passes, [_NUMBERS[op.which] for op in passes]),
+            np.append(self.microbatches, [op.microbatch for op in passes]),
+            np.append(self.places, places),
+            tuple(groups),
+        )
+
+    def of_pass(self, chunk: int, which: Pass) -> list[int]:
+        """The nodes that run a pass of a chunk, each for a microbatch."""
+        row = chunk * len(Pass) + _NUMBERS[which]
+        return self._by_pass.row(row) if row < len(self._by_pass) else []
+
+    @cached_property
+    def _by_pass(self) -> Ragged:
+        there = np.flatnonzero(self.chunks >= 0)
+        rows = self.chunks[there] * len(Pass) + self.passes[there]
+        order = np.argsort(rows, kind="stable")
+        return Ragged.grouped(rows[order], there[order], int(rows.max(initial=-1)) + 1)
+
+    @cached_property
+    def users(self) -> list[int]:
+        """The first pass of each chunk in each place."""
+        there = np.flatnonzero(self.chunks >= 0)
+        _, first = numbered(self.chunks[there] * len(self.groups) + self.places[there])
+        users: list[int] = there[first].tolist()
+        return users
+
+    @cached_property
+    def others(self) -> list[int]:
+        """The nodes that are not passes."""
+        others: list[int] = np.flatnonzero(self.chunks < 0).tolist()
+        return others
 
 
 class NodeKinds:
@@ -38,6 +111,7 @@ class NodeKinds:
     def __init__(
         self,
         nodes: Sequence[PlacedNode],
+        operations: Operations,
         edges: Edges,
         extra: Sequence[Extra],
         size: int,
@@ -47,40 +121,30 @@ class NodeKinds:
         ``size`` values."""
         self._edges, self._extra = edges, extra
         self._size, self._first = size, first
-        places: dict[tuple[Hashable, ...], int] = {}
-        parts: list[int] = []
         names: dict[Hashable, int] = {}
-        where: list[int] = []
-        what: list[int] = []
         alone: list[int] = []
-        computes: list[int] = []
-        for number, node in enumerate(nodes):
-            place = id(node.devices), node.replicas, node.stream
-            if place not in places:
-                places[place] = len(places)
-                parts.append(node.parts)
-            where.append(places[place])
-            name = self._name(node)
+        what = operations.chunks * len(Pass) + operations.passes
+        passes = int(what.max(initial=0)) + 1
+        for number in operations.others:
+            name = self._name(nodes[number])
             if name is None:
                 name = number
                 alone.append(number)
-            elif isinstance(node.op, Compute):
-                computes.append(number)
-            what.append(names.setdefault(name, len(names)))
-        parts_of = np.array(parts, np.int64)[where] if where else np.empty(0, np.int64)
-        rows = self._rows(parts_of, alone, computes)
-        packed = np.array(where, np.int64) * len(names) + np.array(what, np.int64)
-        kinds: dict[int, int] = {}
-        keys = (packed * (rows.max(initial=0) + 1) + rows).tolist()
-        self.of: Ints = np.array([kinds.setdefault(key, len(kinds)) for key in keys], np.int64)
-        self.examples: list[int] = first_of_each(self.of, len(kinds)).tolist()
+            what[number] = passes + names.setdefault(name, len(names))
+        parts = np.array([len(group) // n for group, n in operations.groups], np.int64)
+        rows = self._rows(parts[operations.places], alone, operations.chunks >= 0)
+        streams: dict[str, int] = {}
+        stream = np.array([streams.setdefault(node.stream, len(streams)) for node in nodes], int)
+        where = operations.places * len(streams) + stream
+        packed = where * (passes + len(names)) + what
+        self.of, examples = numbered(packed * (rows.max(initial=0) + 1) + rows)
+        self.examples: list[int] = examples.tolist()
 
     def _name(self, node: PlacedNode) -> Hashable | None:
-        """Equal for nodes of one kind; None if the node is alone. Equal groups and operations are
-        one object in most nodes; if they are several, there are only more kinds."""
+        """Equal for nodes of one kind that are not passes; None if the node is alone. Equal groups
+        and operations are one object in most nodes; if they are several, there are only more
+        kinds."""
         op = node.op
-        if isinstance(op, Compute):
-            return op.chunk, op.which
         if isinstance(op, Transfer):
             return id(op.source), id(op.target), op.dim, op.replicas, op.counts
         if isinstance(op, Add):
@@ -91,7 +155,7 @@ class NodeKinds:
                 return type(op), id(op)
         return None
 
-    def _rows(self, parts: Ints, alone: list[int], computes: list[int]) -> Ints:
+    def _rows(self, parts: Ints, alone: list[int], passes: Bools) -> Ints:
         """Equal for nodes that read and write the same forms of values, where their kind depends on
         these: a value without its microbatch, and the number of devices that shard its rows."""
         reads, writes = self._edges.reads, self._edges.writes
@@ -101,9 +165,9 @@ class NodeKinds:
         forms = templates * (parts.max(initial=0) + 1)
         forms[writes.items] += parts[writes.row_of]
         read, written = np.ones((2, len(parts)), bool)
-        read[computes] = read[alone] = written[alone] = False
+        read[passes] = read[alone] = written[alone] = False
         kept = written[writes.row_of]
-        written[computes] = False
+        written[passes] = False
         kept &= written[writes.row_of] | (writes.items >= self._first)
         rows = reads.only(read[reads.row_of]).followed_by(writes.only(kept))
         there = np.flatnonzero(rows.lengths)

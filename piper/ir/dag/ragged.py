@@ -24,8 +24,8 @@ class Ragged:
     @staticmethod
     def of(rows: Sequence[Sequence[int]]) -> Ragged:
         """``rows`` as they are."""
-        items = np.fromiter(chain.from_iterable(rows), np.int64)
-        return Ragged(_starts(np.fromiter(map(len, rows), np.int64, len(rows))), items)
+        starts = _starts(np.fromiter(map(len, rows), np.int64, len(rows)))
+        return Ragged(starts, np.fromiter(chain.from_iterable(rows), np.int64, starts[-1]))
 
     @staticmethod
     def sparse(rows: Mapping[int, Sequence[int]], count: int) -> Ragged:
@@ -100,6 +100,19 @@ def distinct(values: Ints) -> Ints:
     many times as long as sorting numbers that are mostly in order."""
     ordered = np.sort(values, kind="stable")
     return ordered[np.diff(ordered, prepend=-1) != 0]
+
+
+def numbered(values: Ints) -> tuple[Ints, Ints]:
+    """Numbers for ``values``, none negative, in the order in which distinct ones first occur; and
+    the first place of each."""
+    order = np.argsort(values, kind="stable")
+    new = np.diff(values[order], prepend=-1) != 0
+    first = np.sort(order[new])
+    rank = np.empty(len(values), np.int64)
+    rank[first] = np.arange(len(first))
+    numbers = np.empty(len(values), np.int64)
+    numbers[order] = rank[order[new]][np.cumsum(new) - 1]
+    return numbers, first
 
 
 def first_of_each(values: Ints, size: int) -> Ints:

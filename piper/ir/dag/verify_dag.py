@@ -11,7 +11,9 @@ import numpy as np
 
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import PASS, Dag, group_text, name_of
+from piper.ir.dag.ragged import numbered
 from piper.ir.dag.values import GIVEN
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Compute, Group
 
 
@@ -33,16 +35,19 @@ def _one_producer(dag: Dag) -> None:
 
 def refuse_scattered(dag: Dag) -> None:
     """Refuse passes of one chunk and microbatch on different groups."""
-    places: dict[tuple[int, int], Group] = {}
-    for number, node in enumerate(dag.nodes):
-        if node.devices and isinstance(node.op, Compute):
-            group = places.setdefault((node.op.chunk, node.op.microbatch), node.devices)
-            if group is not node.devices and group != node.devices:
-                raise DirectiveError(
-                    f"{name_of(dag, number)} is placed on {list(node.devices)}, but other passes "
-                    f"of the same chunk and microbatch on {list(group)}: what a forward saves "
-                    "cannot move; place all passes of a region together"
-                )
+    it, numbers = dag.operations, EqualNumbers[Group]()
+    groups = np.array([numbers.of(group) if group else -1 for group, _ in it.groups], np.int64)
+    there = np.flatnonzero((groups[it.places] >= 0) & (it.chunks >= 0))
+    made = it.chunks[there] * (it.microbatches.max(initial=0) + 1) + it.microbatches[there]
+    which, first = numbered(made)
+    first, placed = there[first][which], groups[it.places]
+    for at in np.flatnonzero(placed[there] != placed[first])[:1].tolist():
+        node, other = dag.nodes[there[at]], dag.nodes[first[at]]
+        raise DirectiveError(
+            f"{name_of(dag, there[at])} is placed on {list(node.devices)}, but other passes "
+            f"of the same chunk and microbatch on {list(other.devices)}: what a forward saves "
+            "cannot move; place all passes of a region together"
+        )
 
 
 def _cycle(dag: Dag) -> list[int]:

@@ -137,8 +137,7 @@ def _gradients(dag: Dag) -> None:
     """For each value of the model, how often it must be summed if it is a gradient."""
     lacking[writes[writes < first]] = 1
     if dag.table.ties:  # a pass adds a tied gradient that it reads to its own
-        computes = np.array([isinstance(node.op, Compute) for node in dag.nodes], bool)
-        carried = reads.items[computes[reads.row_of]]
+        carried = reads.items[dag.operations.chunks[reads.row_of] >= 0]
         carried = carried[carried < first]
         tied_gradient = np.array([role is Role.TIED_GRADIENT for role in dag.table.roles], bool)
         lacking[carried[tied_gradient[carried % dag.table.size]]] = 0

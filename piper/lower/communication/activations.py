@@ -36,11 +36,11 @@ def add_activations(dag: Dag, models: Mapping[int, Model], *, gpu: bool = False)
     """``dag`` with the communication between its passes; all nodes must be placed. ``models`` holds
     the model's facts at the shapes of each number of parts. On a GPU the host would have to wait
     for row counts; if there is room for all rows, the all-to-all sends padded buffers instead."""
-    for number, node in enumerate(dag.nodes):
-        if not node.devices:
-            raise DirectiveError(
-                f"{name_of(dag, number)} is not placed on any device: add a place that matches it"
-            )
+    if not all(group for group, _ in dag.operations.groups):
+        number = next(number for number, node in enumerate(dag.nodes) if not node.devices)
+        raise DirectiveError(
+            f"{name_of(dag, number)} is not placed on any device: add a place that matches it"
+        )
     _refuse_other_replicas(dag)
     forms = _Forms(dag, models, gpu)
     for number in forms.communicating():
@@ -88,16 +88,15 @@ class _Forms:
         """The nodes that compute experts, or read a value that is not ordinary or made elsewhere.
         All others read values as they are."""
         dag, edges = self._dag, self._dag.edges
-        places: dict[tuple[int, int], int] = {}
-        place = np.array(
-            [places.setdefault((id(n.devices), n.replicas), len(places)) for n in dag.nodes]
-        )
-        elsewhere = place[edges.makers] != place[edges.reads.row_of]
+        chunks, places = dag.operations.chunks, dag.operations.places
+        elsewhere = places[edges.makers] != places[edges.reads.row_of]
         other = (edges.makers >= 0) & (elsewhere | ~self._sorted.are_ordinary(edges.reads.items))
         experts = {chunk.index for chunk in dag.model.chunks if chunk.sorted_rows is not None}
         experts |= dag.shards.keys()
-        found = {n for n, node in enumerate(dag.nodes) if _chunk(node) in experts}
-        return sorted(found.union(edges.reads.row_of[other].tolist()))
+        found = np.isin(chunks, [*experts])
+        found[edges.reads.row_of[other]] = True
+        numbers: list[int] = np.flatnonzero(found).tolist()
+        return numbers
 
     def connect(self, number: int) -> None:
         """Make a node read and write values in the layouts that it needs."""
@@ -267,18 +266,13 @@ class _Forms:
         return self._joined[key]
 
 
-def _chunk(node: Node) -> int:
-    return node.op.chunk if isinstance(node.op, Compute) else -1
-
-
 def _refuse_other_replicas(dag: Dag) -> None:
     """Gradients of a region accumulate over microbatches and count once for all replicas. So all
     its microbatches must have the same number of replicas."""
     first: dict[int, int] = {}
-    for number, node in enumerate(dag.nodes):
-        if not isinstance(node.op, Compute):
-            continue
-        other = dag.nodes[first.setdefault(node.op.chunk, number)]
+    for number in dag.operations.users:
+        node = dag.nodes[number]
+        other = dag.nodes[first.setdefault(node.compute.chunk, number)]
         if other.replicas != node.replicas:
             raise DirectiveError(
                 f"{name_of(dag, number)} is computed identically by {node.replicas} devices each, "

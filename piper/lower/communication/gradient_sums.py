@@ -11,9 +11,11 @@ only its own term is added to it.
 
 from __future__ import annotations
 
+import numpy as np
 from msgspec import structs
 
 from piper.ir.dag.dag import Dag
+from piper.ir.dag.ragged import distinct
 from piper.ir.dag.values import Content, Extra, Role
 from piper.ir.grouped import grouped
 from piper.ir.ops import Add
@@ -26,12 +28,16 @@ def add_up(dag: Dag) -> Dag:
         return dag
     out = Rewriter(dag)
     sums: dict[tuple[int, int], int] = {}
-    for number, node in enumerate(dag.nodes):
+    several = [v.role is Role.GRADIENT and len(dag.table.terms[v.of]) > 1 for v in dag.table.values]
+    read = dag.edges.reads
+    terms = np.array(several, bool)[read.items % dag.table.size]
+    for number in distinct(read.row_of[terms]).tolist():
+        node = dag.nodes[number]
         reads: dict[int, None] = {}
         for value in node.reads:
-            template, microbatch = dag.table.value(value)
-            if template.role is Role.GRADIENT and len(dag.table.terms[template.of]) > 1:
-                key = template.of, microbatch
+            microbatch, index = divmod(value, dag.table.size)
+            if several[index]:
+                key = dag.table.values[index].of, microbatch
                 if key not in sums:
                     sums[key] = _sum(dag, out, *key)
                 value = sums[key]

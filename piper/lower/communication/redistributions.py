@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from msgspec import structs
 
 from piper.ir.collectives import ENDS, Move, Replicated
 from piper.ir.dag.dag import Dag, Node
+from piper.ir.dag.edges import Edges
 from piper.ir.dag.values import Content, Extra
 from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Collective, Compute, Group, Op, Select
 from piper.ir.passes import Pass, RematPolicy
-from piper.ir.shards import Segment
 
 
 def add_redistributions(dag: Dag) -> Dag:
@@ -33,12 +34,13 @@ def add_redistributions(dag: Dag) -> Dag:
     """Values that equal another value, and that value."""
     gone: dict[int, tuple[int, ...]] = {}
     """Removed nodes that do nothing, and their predecessors."""
-    nodes: dict[int, Node] = {}
-    for number, node in enumerate(dag.nodes):
-        segment = _moving(dag, node)
-        if segment is None or (redistribution := segment.redistribution) is None:
-            nodes[number] = node
-            continue
+    nodes = dict(enumerate(dag.nodes))
+    moving = {c.index: segment for c in dag.model.chunks if (segment := c.moving) is not None}
+    for number in np.flatnonzero(np.isin(dag.operations.chunks, [*moving])).tolist():
+        node = dag.nodes[number]
+        segment = moving[node.compute.chunk]
+        redistribution = segment.redistribution
+        assert redistribution is not None
         rule = dag.rule(node.compute.chunk, segment.axis)
         forward = node.compute.which is Pass.F
         move = redistribution.forward if forward else redistribution.backward
@@ -46,6 +48,7 @@ def add_redistributions(dag: Dag) -> Dag:
             (read,), (made,) = node.reads, node.writes
             same[made] = read
             gone[number] = tuple(dag.predecessors(number))
+            del nodes[number]
         else:
             op = ops.of(move, node.mesh, rule.axis)
             nodes[number] = structs.replace(
@@ -62,6 +65,8 @@ def _gather_again(dag: Dag, nodes: dict[int, Node]) -> list[Extra]:
     """Make backwards that recompute everything gather their inputs again, once their gradients are
     ready: the device holds the shard, not the whole value. Returns the added values."""
     extra: list[Extra] = []
+    if all(dag.policy(chunk.index) is not RematPolicy.ALL for chunk in dag.model.chunks):
+        return extra
     again: dict[tuple[int, int], int] = {}
     """By value and reading chunk, the value gathered again."""
     passes = [(n, node) for n, node in nodes.items() if isinstance(node.op, Compute)]
@@ -100,10 +105,6 @@ def _is_forward(node: Node) -> bool:
     return isinstance(node.op, Compute) and node.op.which is Pass.F
 
 
-def _moving(dag: Dag, node: Node) -> Segment | None:
-    return dag.model.chunks[node.op.chunk].moving if isinstance(node.op, Compute) else None
-
-
 class _Ops:
     """The operation of each redistribution: one object for equal ones."""
 
@@ -140,18 +141,23 @@ def _renumbered(
             return [place[number]]
         return [p for other in gone[number] for p in before(other)]
 
-    kept = []
-    for node in nodes.values():
-        pairs = [
-            (p, by) for n, by in zip(node.after, node.after_by, strict=True) for p in before(n)
-        ]
-        after = dict(pairs)
-        kept.append(
-            structs.replace(
-                node,
-                reads=tuple(map(value, node.reads)),
-                after=tuple(after),
-                after_by=tuple(after.values()),
-            )
-        )
+    numbers, kept = np.array([*nodes], np.int64), [*nodes.values()]
+    edges, moved = Edges(kept), np.full(max(nodes) + 1, -1)
+    moved[numbers] = np.arange(len(kept))
+    values = np.arange(1 + max(edges.reads.items.max(initial=0), *same, 0))
+    values[[*same]] = [*map(value, same)]
+    reads = edges.reads.with_items(values[edges.reads.items]).tuples()
+    afters = edges.after.with_items(moved[edges.after.items])
+    several = numbers >= len(dag.nodes)
+    """Nodes that may wait several times for one node; of removed ones, several may wait too."""
+    several[afters.row_of[afters.items < 0]] = True
+    rows = zip(kept, reads, afters.tuples(), several.tolist(), strict=True)
+    for number, (node, read, after, often) in enumerate(rows):
+        by = node.after_by
+        if often:
+            pairs = zip(node.after, by, strict=True)
+            whole = {p: by for n, by in pairs for p in before(n)}
+            after, by = tuple(whole), tuple(whole.values())
+        if read != node.reads or after != node.after:
+            kept[number] = structs.replace(node, reads=read, after=after, after_by=by)
     return replace(dag, nodes=tuple(kept))

@@ -24,10 +24,10 @@ STREAM = "scalars"
 def add_scalar_reductions(dag: Dag, *, clip: bool) -> Dag:
     """``dag`` with the sums of its scalars over all devices."""
     out = Rewriter(dag)
-    groups = {id(node.devices): node.devices for node in dag.nodes}
+    groups = {id(group): group for group, _ in dag.operations.groups}
     everyone = tuple(sorted({device for group in groups.values() for device in group}))
     loss = _all_reduce(out, Content.LOSS, everyone, _losses(dag))
-    updates = [i for i, node in enumerate(dag.nodes) if isinstance(node.op, Update)]
+    updates = [i for i in dag.operations.others if isinstance(dag.nodes[i].op, Update)]
     needed = [loss] if dag.model.count is not None else []
     if clip and updates:
         gradients = [value for i in updates for value in dag.nodes[i].reads]

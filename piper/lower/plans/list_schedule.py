@@ -51,16 +51,6 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
     free = [0.0] * resource_count
     start, end = [0.0] * len(dag.nodes), [0.0] * len(dag.nodes)
     ready: list[tuple[float, bool, float, int]] = []
-
-    def push(number: int, possible: float) -> None:
-        behind = late[kinds[number]]
-        # among those that may wait, first come, first served: it holds its gradients longest
-        rank = possible if behind else ranks[number]
-        for resource in needs[number]:
-            if free[resource] > possible:
-                possible = free[resource]
-        heapq.heappush(ready, (possible, behind, rank, number))
-
     earliest = [0.0] * len(dag.nodes)
     counted = [isinstance(node.op, Collective) and node.op.in_turn for node in examples]
     counts = {
@@ -71,11 +61,18 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
     it."""
     starts, followers = dag.edges.followers.starts.tolist(), dag.edges.followers.items.tolist()
     left = dag.edges.waiting.tolist()
-    for number, count in enumerate(left):
-        if count == 0:
-            push(number, 0.0)
+    released = [number for number, count in enumerate(left) if count == 0]
     order: list[int] = []
-    while ready:
+    while ready or released:
+        for number in released:
+            possible, behind = earliest[number], late[kinds[number]]
+            # among those that may wait, first come, first served: it holds its gradients longest
+            rank = possible if behind else ranks[number]
+            for resource in needs[number]:
+                if free[resource] > possible:
+                    possible = free[resource]
+            heapq.heappush(ready, (possible, behind, rank, number))
+        released = []
         possible, behind, rank, number = ready[0]
         now = earliest[number]
         for resource in needs[number]:
@@ -97,7 +94,7 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
                 earliest[other] = then
             left[other] -= 1
             if left[other] == 0:
-                push(other, earliest[other])
+                released.append(other)
     assert len(order) == len(dag.nodes), "verify lets no cycle through"
     eager = [_eager(dag, node) for node in examples]
     """Whether a kind of nodes is issued before its streams are free."""

@@ -14,7 +14,6 @@ import numpy as np
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.ragged import Ints
 from piper.ir.dag.sizes import Sizes
-from piper.ir.ops import Compute
 from piper.ir.plan.columns import Columns
 from piper.ir.plan.instructions import MemoryKind, Verb
 from piper.ir.plan.memory import Memory
@@ -22,6 +21,7 @@ from piper.ir.plan.plan import Plan
 from piper.ir.rules import OptimizerCost
 
 _KINDS = tuple(MemoryKind)
+_INDEX = {kind: i for i, kind in enumerate(_KINDS)}
 
 
 def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> Memory:
@@ -101,7 +101,7 @@ class _Changes:
         late = (holder >= 0) & (ends[holder] > left)
         died[late] = done[holder[late]]
 
-        kinds = np.array([_KINDS.index(slot.holder) for slot in plan.slots], np.int64)
+        kinds = np.array([_INDEX[slot.holder] for slot in plan.slots], np.int64)
         own = np.array([slot.own for slot in plan.slots], np.int64)
         communication = np.full(count, _KINDS.index(MemoryKind.COMMUNICATION))
         times = np.concatenate((born, died, allocated, done))
@@ -133,7 +133,6 @@ def _optimizer(dag: Dag, sizes: Sizes, bucket: int, cost: OptimizerCost) -> int:
 
 def _buffers(dag: Dag, x: Columns) -> int:
     """Bytes of the buffers and constants that the passes of a plan read."""
-    ops = (dag.nodes[number].op for number in x.nodes[x.among(_PASSES)].tolist())
-    chunks = {op.chunk for op in ops if isinstance(op, Compute)}
+    chunks = np.unique(dag.operations.chunks[x.nodes[x.among(_PASSES)]]).tolist()
     names = {name for chunk in chunks for name in dag.model.chunks[chunk].buffers}
     return sum(dag.model.buffers.get(name, 0) for name in names)

@@ -17,9 +17,8 @@ Every trained parameter is in exactly one bucket, and each of its gradients ente
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from msgspec import structs
@@ -27,7 +26,6 @@ from msgspec import structs
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Tags
 from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Extra, Role, Value
-from piper.ir.grouped import grouped
 from piper.ir.layouts import BucketLayouts
 from piper.ir.ops import COMPUTE, Compute, Group, Op, Update
 from piper.ir.passes import Pass
@@ -36,30 +34,24 @@ from piper.lower.communication.redistribute import redistribute
 from piper.lower.rewriter import Rewriter
 from piper.lower.state.replica_groups import BucketKey, refuse_elsewhere, replica_groups_of
 
-_Passes = Mapping[tuple[int, Pass], list[int]]
-
 
 def add_state(dag: Dag, known: tuple[Bucket, ...] = (), tensors: Collection[str] = ()) -> Dag:
     """``dag`` with its buckets, and the gathers, reductions and updates of each. ``known`` buckets
     come first, unchanged. Parameters named in ``tensors`` are not sliced."""
     refuse_elsewhere(dag, known)
-    dag = replace(dag, buckets=(*known, *_buckets(dag, known, frozenset(tensors))))
+    buckets = (*known, *_buckets(dag, known, frozenset(tensors)))
     out = Rewriter(dag)
     contributions = _contributions(dag)
-    passes = _passes(dag)
-    for index, bucket in enumerate(dag.buckets):
+    for index, bucket in enumerate(buckets):
         users = _users(dag, bucket)
         if bucket.level in (1, 2):
-            _gather(
-                out, index, bucket, [n for chunk in users for n in passes.get((chunk, Pass.F), ())]
-            )
+            _gather(out, index, bucket, _passes(dag, users, Pass.F))
         gradients = [v for value in _gradients(dag, bucket, users) for v in contributions[value]]
         if gradients:
             # these passes read parameters but make no gradients of them
-            uses = [n for chunk in users for n in passes.get((chunk, Pass.BI), ())]
-            uses += _detached_uses(dag, bucket, passes)
+            uses = _passes(dag, users, Pass.BI) + _detached_uses(dag, bucket)
             _update(dag, out, index, bucket, gradients, tuple(dict.fromkeys(uses)))
-    return out.dag()
+    return out.dag(buckets=buckets)
 
 
 def _buckets(dag: Dag, known: tuple[Bucket, ...], tensors: Collection[str]) -> Iterable[Bucket]:
@@ -238,18 +230,13 @@ def _parts(
     return parts.values()
 
 
-def _detached_uses(dag: Dag, bucket: Bucket, passes: _Passes) -> list[int]:
+def _detached_uses(dag: Dag, bucket: Bucket) -> list[int]:
     """The backwards of chunks that read a parameter of the bucket but make no gradient of it."""
     parameters = set(bucket.parameters)
     chunks = [c.index for c in dag.model.chunks if not parameters.isdisjoint(c.detached)]
-    backwards = (which for which in Pass if which is not Pass.F)
-    return sorted(n for c, which in product(chunks, backwards) for n in passes.get((c, which), ()))
+    return sorted(n for which in (Pass.B, Pass.BI, Pass.BW) for n in _passes(dag, chunks, which))
 
 
-def _passes(dag: Dag) -> _Passes:
-    """The nodes of each chunk and pass."""
-    return grouped(
-        ((node.op.chunk, node.op.which), number)
-        for number, node in enumerate(dag.nodes)
-        if isinstance(node.op, Compute)
-    )
+def _passes(dag: Dag, chunks: Iterable[int], which: Pass) -> list[int]:
+    """The nodes that run a pass of ``chunks``."""
+    return [number for chunk in chunks for number in dag.operations.of_pass(chunk, which)]

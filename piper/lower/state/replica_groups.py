@@ -21,7 +21,7 @@ from piper.ir.dag.dag import Dag, Node, group_text, name_of, region_of
 from piper.ir.dag.facts import Model
 from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.grouped import grouped
-from piper.ir.ops import Compute, Group
+from piper.ir.ops import Group
 from piper.ir.rules import Bucket, ShardRule, StateRule, shard_numel
 from piper.lower.state.packing import in_a_row, packed
 
@@ -106,10 +106,8 @@ def replica_groups_of(dag: Dag, tensors: Collection[str] = ()) -> dict[str, Buck
     users: dict[str, int] = {}
     seen: dict[tuple[int, int], Group] = {}
     numbers: EqualNumbers[Group] = EqualNumbers()
-    for node in dag.nodes:
-        if not isinstance(node.op, Compute):
-            continue
-        chunk = node.op.chunk
+    for node in (dag.nodes[number] for number in dag.operations.users):
+        chunk = node.compute.chunk
         group = numbers.of(node.devices)
         if (chunk, group) in seen:
             continue
@@ -166,12 +164,9 @@ def refuse_elsewhere(dag: Dag, known: tuple[Bucket, ...]) -> None:
     """Refuse an evaluation that uses parameters on other devices than training, whose buckets are
     ``known``."""
     buckets = {name: bucket for bucket in known for name in bucket.parameters}
-    seen: set[tuple[int, int]] = set()
-    for number, node in enumerate(dag.nodes):
-        if not isinstance(node.op, Compute) or (node.op.chunk, id(node.devices)) in seen:
-            continue
-        seen.add((node.op.chunk, id(node.devices)))
-        for name in dag.model.chunks[node.op.chunk].parameters:
+    for number in dag.operations.users:
+        node = dag.nodes[number]
+        for name in dag.model.chunks[node.compute.chunk].parameters:
             if name in buckets and not _held_by(buckets[name], node.devices):
                 replicas = sorted(d for group in buckets[name].groups for d in group)
                 raise DirectiveError(

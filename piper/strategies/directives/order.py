@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 from msgspec import structs
 
 from piper.base.arguments import named_arguments
@@ -71,7 +72,10 @@ def apply_orders(dag: Dag, orders: Iterable[tuple[int, Order]]) -> Dag:
     changed: dict[int, Node] = {}
     for me, groups in entries:
         _add_edges(dag, finder, groups, me, changed)
-    return dag.with_nodes(changed)
+    nodes = [*dag.nodes]
+    for number, node in changed.items():
+        nodes[number] = node
+    return dag.rewired(nodes)
 
 
 def _add_edges(
@@ -137,9 +141,8 @@ class _Finder:
         self._index = _index(dag, filters)
         self._flows: dict[tuple[tuple[int, Pass, int], ...], _Flow] = {}
         numbers: EqualNumbers[Group] = EqualNumbers()
-        groups = {id(node.devices): node.devices for node in dag.nodes}
-        place = {identity: numbers.of(group) for identity, group in groups.items()}
-        self._places = [place[id(node.devices)] for node in dag.nodes]
+        places = np.array([numbers.of(group) for group, _ in dag.operations.groups], np.int64)
+        self._places: list[int] = places[dag.operations.places].tolist()
         count = Counter(device for group in numbers.values for device in group)
         self.resources = [
             (-1 - place,) if all(count[d] == 1 for d in group) else group
