@@ -42,10 +42,8 @@ class Edges:
 
     @cached_property
     def maker_of(self) -> Ints:
-        """For each value up to the last that is read or made, the node that makes it; -1 if none
-        does."""
-        values = max(self.reads.items.max(initial=0), self.writes.items.max(initial=0)) + 1
-        maker_of = np.full(values, -1)
+        """For each value up to the last that is made, the node that makes it; -1 if none does."""
+        maker_of = np.full(self.writes.items.max(initial=-1) + 1, -1)
         maker_of[self.writes.items] = self.writes.row_of
         return maker_of
 
@@ -58,7 +56,8 @@ class Edges:
     @cached_property
     def makers(self) -> Ints:
         """For each item of ``reads``, the node that makes the value; -1 if none does."""
-        makers: Ints = self.maker_of[self.reads.items]
+        read = np.minimum(self.reads.items, len(self.maker_of))
+        makers: Ints = np.append(self.maker_of, -1)[read]
         return makers
 
     @cached_property

@@ -106,11 +106,11 @@ def select(dag: Dag, where: Filter) -> list[int]:
 def _term(name: str, value: Any) -> Term:
     if isinstance(value, str) and value in ("*", "-"):
         return Term(name, None, value == "*", repr(value))
-    several = isinstance(value, Iterable) and not isinstance(value, str)
+    several = not isinstance(value, int | str) and isinstance(value, Iterable)
     items = list(value) if several else [value]
     if not items:
         raise DirectiveError(f"the filter asks {name!r} to be one of an empty list: {value!r}")
-    tags = frozenset(_tag(name, item) for item in items)
+    tags = frozenset([_tag(name, item) for item in items])
     return Term(name, tags, True, repr(list(value)) if several else repr(value))
 
 

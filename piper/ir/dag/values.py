@@ -157,7 +157,8 @@ class ValueTable:
         """The numbers of the values that a pass reads and writes."""
         numbers = self.numbers(microbatch)
         reads, writes = self._wired[chunk, which, policy]
-        return tuple([numbers[v] for v in reads]), tuple([numbers[v] for v in writes])
+        of = numbers.__getitem__
+        return tuple(map(of, reads)), tuple(map(of, writes))
 
     def _wire(
         self, chunk: ChunkFacts, which: Pass, policy: RematPolicy

@@ -72,6 +72,7 @@ class _Forms:
         self._dag = dag
         self._models = models
         self._gpu = gpu
+        self._moved = [role in MOVED for role in dag.table.roles]
         self._sorted = SortedValues(dag, models)
         self._regrouped = RegroupedRows(dag, models)
         self._groups: EqualNumbers[Group] = EqualNumbers()
@@ -200,7 +201,7 @@ class _Forms:
         first = self._dag.first_extra
         while value >= first:
             value = self.out.extra[value - first].of  # received or added up: a form of a value
-        return self._dag.role(value) in MOVED
+        return self._moved[value % len(self._moved)]
 
     def _all_to_all(
         self,

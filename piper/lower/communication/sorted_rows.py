@@ -42,6 +42,7 @@ class SortedValues:
     def __init__(self, dag: Dag, models: Mapping[int, Model]) -> None:
         self._dag = dag
         self._models = models
+        self._first_extra, self._size = dag.first_extra, dag.table.size
         self._experts: defaultdict[int, set[int]] = defaultdict(set)
         """By model value, the chunks of experts that read or make it."""
         self._makers = {v: chunk.index for chunk in dag.model.chunks for v in chunk.outputs}
@@ -57,12 +58,12 @@ class SortedValues:
     def ordinary(self, value: int) -> bool:
         """Whether a value of the model is neither sorted nor sharded along an axis, so that devices
         with equal parts of the batch have equal parts of it."""
-        return value < self._dag.first_extra and self._ordinary[value % self._dag.table.size]
+        return value < self._first_extra and self._ordinary[value % self._size]
 
     def are_ordinary(self, values: Ints) -> Bools:
         """Which of ``values`` are ordinary."""
-        ordinary = np.array(self._ordinary, bool)[values % self._dag.table.size]
-        return ordinary & (values < self._dag.first_extra)
+        ordinary = np.array(self._ordinary, bool)[values % self._size]
+        return ordinary & (values < self._first_extra)
 
     def counts(self, chunk: int, microbatch: int) -> int:
         """The number of the value with the row counts of each expert of a chunk."""

@@ -103,7 +103,9 @@ class ShareTable:
 
     def rows(self, c: int, order: Ints) -> tuple[Ints, Ints]:
         """The nodes among ``order`` in which a class takes part, and its shares of them."""
-        found = self._of[c][self._node_kinds[order]]
+        kinds = self._node_kinds[order]
+        here = (self._of[c] >= 0).any(axis=1)[kinds]
+        order, found = order[here], self._of[c][kinds[here]]
         there = found >= 0
         return np.repeat(order, 2)[there.ravel()], found[there]
 

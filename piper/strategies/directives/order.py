@@ -262,14 +262,15 @@ def _refuse_ordered(dag: Dag, numbers: set[int]) -> None:
 
 
 def _halves(dag: Dag, node: Node, me: int) -> list[Node]:
-    chunk, microbatch, by = node.compute.chunk, node.compute.microbatch, node.changed_by(me)
-    policy, made = dag.policy(chunk), []
+    op, by = node.compute, node.changed_by(me)
+    policy, made = dag.policy(op.chunk), []
+    passes = dag.model.chunks[op.chunk].variants[policy].passes
     for which in _HALVES:
-        if which in dag.model.chunks[chunk].variants[policy].passes:
-            op, tags = Compute(chunk, which, microbatch), {**node.tags, PASS: which}
-            reads, writes = dag.table.wire(chunk, which, policy, microbatch)
+        if which in passes:
+            reads, writes = dag.table.wire(op.chunk, which, policy, op.microbatch)
+            half, tags = Compute(op.chunk, which, op.microbatch), {**node.tags, PASS: which}
             made.append(
-                structs.replace(node, op=op, tags=tags, reads=reads, writes=writes, made_by=by)
+                structs.replace(node, op=half, tags=tags, reads=reads, writes=writes, made_by=by)
             )
     return made
 

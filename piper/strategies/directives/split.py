@@ -6,7 +6,7 @@ F ─▶ B          split(into="MB", parts=2)        F MB[0] ─▶ B MB[0]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -53,19 +53,19 @@ class Split(Directive):
             )
         nodes: list[Node] = []
         for microbatch in range(self.parts):
-            values = dag.table.numbers(microbatch)
-            nodes += [self._copy(node, microbatch, values, me) for node in dag.nodes]
+            number = dag.table.numbers(microbatch).__getitem__
+            nodes += [self._copy(node, microbatch, number, me) for node in dag.nodes]
         return replace(dag, nodes=tuple(nodes), microbatches=(self.into, self.parts))
 
-    def _copy(self, node: Node, microbatch: int, values: Sequence[int], me: int) -> Node:
-        """``node`` for a microbatch whose values have the numbers ``values``."""
+    def _copy(self, node: Node, microbatch: int, number: Callable[[int], int], me: int) -> Node:
+        """``node`` for a microbatch; ``number`` gives the numbers of its values."""
         op = node.compute
         return structs.replace(
             node,
             op=Compute(op.chunk, op.which, microbatch),
             tags={**node.tags, self.into: microbatch},
-            reads=tuple([values[value] for value in node.reads]),
-            writes=tuple([values[value] for value in node.writes]),
+            reads=tuple(map(number, node.reads)),
+            writes=tuple(map(number, node.writes)),
             made_by=me,
         )
 
