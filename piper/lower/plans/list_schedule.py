@@ -118,7 +118,9 @@ def schedule(dag: Dag, classes: RankClasses, duration: Callable[[Node], float]) 
         if end[number] == key[0]:
             for following in followers[starts[number] : starts[number + 1]]:
                 tied[following] = True
-    return IssueOrder(tuple(sorted(order, key=keys.__getitem__)), tuple(start), tuple(end))
+    times, computes = zip(*[keys[number] for number in order], strict=True)
+    issued = np.array(order, np.int64)[np.lexsort((computes, times))]
+    return IssueOrder(tuple(issued.tolist()), tuple(start), tuple(end))
 
 
 def _eager(dag: Dag, node: Node) -> bool:

@@ -25,6 +25,7 @@ from msgspec import structs
 
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Tags
+from piper.ir.dag.ragged import Ragged
 from piper.ir.dag.values import PARAMETER_GRADIENTS, Content, Extra, Role, Value
 from piper.ir.layouts import BucketLayouts
 from piper.ir.ops import COMPUTE, Compute, Group, Op, Update
@@ -46,7 +47,9 @@ def add_state(dag: Dag, known: tuple[Bucket, ...] = (), tensors: Collection[str]
         users = _users(dag, bucket)
         if bucket.level in (1, 2):
             _gather(out, index, bucket, _passes(dag, users, Pass.F))
-        gradients = [v for value in _gradients(dag, bucket, users) for v in contributions[value]]
+        gradients = [
+            v for value in _gradients(dag, bucket, users) for v in contributions.get(value, ())
+        ]
         if gradients:
             # these passes read parameters but make no gradients of them
             uses = _passes(dag, users, Pass.BI) + _detached_uses(dag, bucket)
@@ -98,10 +101,9 @@ def _contributions(dag: Dag) -> dict[Value, list[int]]:
         computes = (node for node in dag.nodes if isinstance(node.op, Compute))
         taken = {v for node in computes for v in node.reads}
         made = made[[value not in taken for value in made.tolist()]]
-    gradients: defaultdict[Value, list[int]] = defaultdict(list)
-    for value in made.tolist():
-        gradients[table.values[value % table.size]].append(value)
-    return gradients
+    order = np.argsort(made % table.size, kind="stable")
+    rows = Ragged.grouped(made[order] % table.size, made[order], table.size)
+    return {table.values[i]: rows.row(i) for i in np.flatnonzero(rows.lengths).tolist()}
 
 
 def _gradients(dag: Dag, bucket: Bucket, users: list[int]) -> Iterable[Value]:

@@ -139,7 +139,12 @@ class _Finder:
     def __init__(self, dag: Dag, filters: Sequence[Filter]) -> None:
         self._dag = dag
         self._index = _index(dag, filters)
-        self._flows: dict[tuple[tuple[int, Pass, int], ...], _Flow] = {}
+        self._flows: dict[tuple[int, ...], _Flow] = {}
+        it, most = dag.operations, int(dag.operations.microbatches.max(initial=0))
+        self._microbatches: list[int] = it.microbatches.tolist()
+        names = (it.chunks * len(Pass) + it.passes) * (2 * most + 1) + it.microbatches
+        self._names: list[int] = names.tolist()
+        """Numbers for the pass of each node that grow with its microbatch."""
         numbers: EqualNumbers[Group] = EqualNumbers()
         places = np.array([numbers.of(group) for group, _ in dag.operations.groups], np.int64)
         self._places: list[int] = places[dag.operations.places].tolist()
@@ -172,9 +177,8 @@ class _Finder:
     def _flow(self, numbers: list[int]) -> _Flow:
         """The data flow order of nodes. The values of a pass follow from its chunk and microbatch,
         so the same passes of other microbatches have the same order."""
-        ops = [self._dag.nodes[number].compute for number in numbers]
-        first = ops[0].microbatch
-        key = tuple([(op.chunk, op.which, op.microbatch - first) for op in ops])
+        first = self._microbatches[numbers[0]]
+        key = tuple([self._names[number] - first for number in numbers])
         if key not in self._flows:
             nodes = [self._dag.nodes[number] for number in numbers]
             order = sorted(range(len(nodes)), key=lambda i: natural(nodes[i]))
