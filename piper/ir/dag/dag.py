@@ -145,7 +145,7 @@ class Dag:
 
     def maker(self, value: int) -> int | None:
         """The number of the node that makes a value; None if no node does."""
-        makers = self.edges.maker_list
+        makers = self.edges.makers_one_by_one
         maker = makers[value] if value < len(makers) else -1
         return None if maker < 0 else maker
 

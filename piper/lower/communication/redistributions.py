@@ -142,21 +142,20 @@ def _renumbered(
         return [p for other in gone[number] for p in before(other)]
 
     numbers, kept = np.array([*nodes], np.int64), [*nodes.values()]
-    edges, moved = Edges(kept), np.full(max(nodes) + 1, -1)
+    edges, moved = Edges(kept), np.full(1 + max(*nodes, *gone), -1)
     moved[numbers] = np.arange(len(kept))
     values = np.arange(1 + max(edges.reads.items.max(initial=0), *same, 0))
     values[[*same]] = [*map(value, same)]
     reads = edges.reads.with_items(values[edges.reads.items]).tuples()
     afters = edges.after.with_items(moved[edges.after.items])
-    several = numbers >= len(dag.nodes)
-    """Nodes that may wait several times for one node; of removed ones, several may wait too."""
-    several[afters.row_of[afters.items < 0]] = True
+    several = numbers >= len(dag.nodes)  # added nodes may wait for one node several times
+    several[afters.row_of[afters.items < 0]] = True  # so may those that wait for removed nodes
     rows = zip(kept, reads, afters.tuples(), several.tolist(), strict=True)
     for number, (node, read, after, often) in enumerate(rows):
         by = node.after_by
         if often:
-            pairs = zip(node.after, by, strict=True)
-            whole = {p: by for n, by in pairs for p in before(n)}
+            pairs = zip(node.after, node.after_by, strict=True)
+            whole = {p: entry for n, entry in pairs for p in before(n)}
             after, by = tuple(whole), tuple(whole.values())
         if read != node.reads or after != node.after:
             kept[number] = structs.replace(node, reads=read, after=after, after_by=by)

@@ -72,10 +72,7 @@ def apply_orders(dag: Dag, orders: Iterable[tuple[int, Order]]) -> Dag:
     changed: dict[int, Node] = {}
     for me, groups in entries:
         _add_edges(dag, finder, groups, me, changed)
-    nodes = [*dag.nodes]
-    for number, node in changed.items():
-        nodes[number] = node
-    return dag.rewired(nodes)
+    return dag.rewired([changed.get(number, node) for number, node in enumerate(dag.nodes)])
 
 
 def _add_edges(
