@@ -1,9 +1,12 @@
 """Equal modules are traced once, and the captured step is the same as if each had been traced."""
 
+import types
 from collections import defaultdict
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -376,6 +379,80 @@ class Growing(Model):
         return self.last(x)
 
 
+class AskingType(Block):
+    """Python's ``type`` tells the number from what stands for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if type(self.index) is int else 1.0)
+
+
+class Marked(Block):
+    """One weight has an attribute that decides."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        if index == 3:
+            self.up.weight.gain = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self.up.weight, "gain", 1.0)
+
+
+class Counted:
+    calls = 0
+
+
+counts = types.ModuleType("counts")
+COUNTS = np.zeros(1)
+CALLS: ContextVar[int] = ContextVar("calls")
+
+
+class CountsOutside(Block):
+    """The third call computes something else. The count is not where modules and globals are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.count() == 3 else 1.0)
+
+    def count(self) -> int:
+        Counted.calls += 1
+        return Counted.calls
+
+
+class CountsInModule(CountsOutside):
+    def count(self) -> int:
+        counts.calls += 1
+        return counts.calls
+
+
+class CountsInArray(CountsOutside):
+    def count(self) -> int:
+        COUNTS[0] += 1
+        return int(COUNTS[0])
+
+
+class CountsInContext(CountsOutside):
+    def count(self) -> int:
+        CALLS.set(CALLS.get() + 1)
+        return CALLS.get()
+
+
+class Recounting(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.calls = counts.calls = COUNTS[0] = 0
+        CALLS.set(0)
+        return super().forward(x)
+
+
+class MarksActivations(Block):
+    """What it returns carries a number for the next one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = getattr(x, "place", 1.0)
+        y = super().forward(x) * place
+        y.place = place + 1.0
+        return y
+
+
 def captures(model: nn.Module, **options: object) -> tuple[Captured, Captured]:
     """``model`` captured with equal modules traced once, and one by one."""
     x = torch.randn(4, 8)
@@ -429,6 +506,13 @@ def assert_same(one: Captured, two: Captured) -> None:
         pytest.param(Model, Flagged, 3, marks=pytest.mark.slow),
         (Converts, Converting, LAYERS - 3),
         (Parental, Finding, 0),
+        (Model, AskingType, 0),
+        (Model, Marked, LAYERS - 3),
+        (Model, MarksActivations, 0),
+        (Recounting, CountsOutside, 0),
+        pytest.param(Recounting, CountsInModule, 0, marks=pytest.mark.slow),
+        pytest.param(Recounting, CountsInArray, 0, marks=pytest.mark.slow),
+        pytest.param(Recounting, CountsInContext, 0, marks=pytest.mark.slow),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )

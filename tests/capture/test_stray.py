@@ -53,6 +53,29 @@ def test_a_hook_on_a_parameter() -> None:
     refused(model, "a.weight", "hook")
 
 
+def test_attributes_of_weights_and_buffers_are_read() -> None:
+    def scaled(net: Net, x: Tensor) -> Tensor:
+        gains = [getattr(x, "gain", 1.0) for x in (net.a.weight, net.state)]
+        return plain(net, x) * gains[0] * gains[1]
+
+    model = Net(scaled)
+    model.a.weight.gain, model.state.gain = 2.0, 3.0
+    loss = F.mse_loss(model(X), Y)
+    captured = capture(model, inputs=(X,), targets=(Y,), loss=F.mse_loss)
+    found, _, _ = SingleDevice(captured, model).differentiate(X, Y)
+    assert torch.equal(found, loss.detach())
+
+
+class Kind(nn.Parameter):
+    pass
+
+
+def test_a_weight_of_another_class() -> None:
+    model = Net(plain)
+    model.a.weight = Kind(model.a.weight.detach())
+    refused(model, "a.weight is a Kind", "plain tensors")
+
+
 def by_method(net: Net) -> None:
     net.a.requires_grad_(False)
 

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from piper.capture.regions import Tagged
 from piper.capture.repeats.hidden import content_of, is_hidden, submodules
+from piper.capture.repeats.signatures import own_attributes
+from piper.capture.repeats.surroundings import names_beside_type
 from piper.ir.tensors import TensorSpec
 
 FEWEST = 4
@@ -127,10 +129,13 @@ def equal_modules(model: nn.Module, found: Found) -> list[Siblings]:
 
 def _groups(siblings: list[tuple[str, nn.Module]], read: set[str]) -> list[Siblings]:
     found: list[tuple[State, list[tuple[str, nn.Module]], set[str]]] = []
+    typed = names_beside_type(siblings[0][1]) if siblings else frozenset()
     for path, module in siblings:
         state = state_of(module)
         for first, members, differing in found:
             apart = _difference(first, state)
+            if apart is not None:  # the type of an ``Unread`` is not that of the number
+                read |= {x for x in apart if x.rpartition(".")[2] in typed}
             if apart is not None and apart.isdisjoint(read):
                 members.append((path, module))
                 differing |= apart
@@ -194,7 +199,8 @@ def state_of(module: nn.Module, *, inside: bool = True) -> State:
 
 def _tensor(x: Tensor, parameter: bool, places: dict[int, str]) -> Any:
     place = places.setdefault(id(x), f"tensor {len(places)}")
-    return parameter, type(x), TensorSpec.of(x), x.stride(), x.requires_grad, place
+    own = _value(own_attributes(x), places)
+    return parameter, type(x), TensorSpec.of(x), x.stride(), x.requires_grad, place, own
 
 
 def _hooks(hooks: Any) -> Any:

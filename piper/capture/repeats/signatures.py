@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from piper.base.modes import autocast_kinds
@@ -18,6 +18,11 @@ from piper.capture.intercept.hf_cache import is_cache
 from piper.ir.tensors import TensorSpec
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_OF_TENSORS = {
+    *vars(FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), torch.device("cpu"))),
+    *("_is_param", "_is_buffer", "persistent"),
+}
+"""The attributes that torch gives to tensors."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -41,7 +46,7 @@ def signature(arguments: Arguments) -> Any:
     objects = [id(x) for x in tensors]
     described: list[Any] = []
     for x in leaves:
-        if type(x) is FakeTensor and x.constant is None and (x.dim() or x.dtype is not torch.bool):
+        if _is_plain(x) and (x.dim() or x.dtype is not torch.bool):
             about = TensorSpec.of(x), x.storage_offset(), x.device, x.requires_grad
             described.append((*about, memory.index(_memory(x)), objects.index(id(x))))
         elif type(x) in _PLAIN:
@@ -57,11 +62,22 @@ def plain_results(made: list[Any], given: list[Tensor], state: list[Tensor]) -> 
     """Whether the results are tensors with memory of their own, as an operation makes them, and
     plain values."""
     tensors = [x for x in made if isinstance(x, Tensor)]
-    kinds = all(type(x) in (FakeTensor, *_PLAIN) for x in made)
+    kinds = all(_is_plain(x) or type(x) in _PLAIN for x in made)
     known = {_memory(x) for x in (*given, *state)}
     own = len({_memory(x) for x in tensors} - known) == len(tensors)
     grad = any(x.requires_grad for x in given) and torch.is_grad_enabled()
     return kinds and own and bool(tensors) and all(x.requires_grad == grad for x in tensors)
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether ``x`` is a tensor of which its spec says all: no constant, and no attribute from the
+    model's code."""
+    return type(x) is FakeTensor and x.constant is None and not own_attributes(x)
+
+
+def own_attributes(x: Tensor) -> dict[str, Any]:
+    """The attributes of a tensor that code gave it."""
+    return {name: value for name, value in vars(x).items() if name not in _OF_TENSORS}
 
 
 def _memory(x: Tensor) -> int:

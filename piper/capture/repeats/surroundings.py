@@ -4,15 +4,19 @@ model runs, each call may compute something else; so it may if a module finds it
 
 from __future__ import annotations
 
+import dis
 import functools
 import logging
 import random
 import types
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +32,8 @@ _FIXED = (
     *(Tensor, nn.Module, logging.Logger),
 )
 """Compared by identity alone."""
+_WITHOUT_STATE = ("torch", "piper", "logging", "numpy")
+"""Packages whose functions keep nothing from one call to the next that changes a result."""
 _UNKNOWN = (Iterator, random.Random, weakref.ReferenceType, weakref.ProxyTypes)
 """What they lead to cannot be seen."""
 
@@ -69,10 +75,14 @@ class _Walk:
         self._met[id(value)] = len(self._met), value  # held, so that its id stays its own
         if len(self._met) > _MOST or isinstance(value, _UNKNOWN):
             return object()  # equal to nothing
+        if isinstance(value, ContextVar):
+            return self.of(value.get(None))
         inside: list[object] = [type(value)]
+        if isinstance(value, np.ndarray | array):
+            inside.append(hash(value.tobytes()))
         if isinstance(value, dict):
             inside += [self.of(x) for pair in value.items() for x in pair]
-        elif isinstance(value, list | tuple | set | frozenset | deque):
+        elif isinstance(value, list | tuple | set | frozenset | deque | bytearray):
             inside += [self.of(x) for x in value]
         elif isinstance(value, functools.partial):
             inside += [self.of(x) for x in (value.func, value.args, value.keywords)]
@@ -83,9 +93,13 @@ class _Walk:
 
 
 def _read_by(function: types.FunctionType) -> Iterator[Any]:
-    """The present values of the globals, closure and defaults of a function."""
-    space = function.__globals__
-    yield from (space[name] for name in function.__code__.co_names if name in space)
+    """The present values of the globals, closure and defaults of a function, and of the attributes
+    of modules and classes that it names."""
+    space, names = function.__globals__, function.__code__.co_names
+    for value in (space[name] for name in names if name in space):
+        yield value
+        if isinstance(value, types.ModuleType | type):
+            yield from (vars(value)[name] for name in names if name in vars(value))
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -95,9 +109,23 @@ def _read_by(function: types.FunctionType) -> Iterator[Any]:
     yield from (function.__kwdefaults__ or {}).values()
 
 
+def names_beside_type(module: nn.Module) -> frozenset[str]:
+    """The names in those functions of a module that ask for the type of something."""
+    functions = _functions_of({type(owner) for _, owner in submodules(module)})
+    codes = [x.__code__ for x in functions if x.__name__ != "__init__"]
+    for code in codes:  # grows meanwhile
+        codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    asking = [code for code in codes if "type" in code.co_names and _loads(code, "type")]
+    return frozenset(name for code in asking for name in code.co_names)
+
+
+def _loads(code: types.CodeType, name: str) -> bool:
+    steps = dis.get_instructions(code)
+    return any(x.opname == "LOAD_GLOBAL" and x.argval == name for x in steps)
+
+
 def _functions_of(kinds: set[type]) -> list[types.FunctionType]:
-    """The methods of some classes, and the functions that they name. Torch's own keep nothing from
-    one call to the next that changes a result."""
+    """The methods of some classes, and the functions that they name."""
     bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
     waiting: list[Any] = [x for base in bases for x in vars(base).values()]
     found: dict[types.CodeType, types.FunctionType] = {}
@@ -105,7 +133,7 @@ def _functions_of(kinds: set[type]) -> list[types.FunctionType]:
         function = waiting.pop()
         if not isinstance(function, types.FunctionType) or function.__code__ in found:
             continue
-        if (function.__module__ or "").partition(".")[0] not in ("torch", "piper", "logging"):
+        if (function.__module__ or "").partition(".")[0] not in _WITHOUT_STATE:
             found[function.__code__] = function
             waiting += _read_by(function)
     return list(found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from piper.base.errors import CaptureError
+from piper.base.units import class_text
 from piper.capture.trace.shared_memory import refuse_shared_memory
 
 
@@ -49,6 +51,10 @@ def skeleton_of(
         if isinstance(module, _NormBase)
         for p in module.parameters(recurse=False)
     }
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, UninitializedParameter):
             raise CaptureError(
@@ -73,7 +79,11 @@ def skeleton_of(
         for hooks in vars(module).values():
             if type(hooks) is OrderedDict and not hooks:
                 memo[id(hooks)] = OrderedDict()  # deepcopy takes its time for it
+    _refuse_kinds(tensors)
     try:
+        for _, x in tensors:  # code may read attributes that somebody gave to a tensor
+            if not isinstance(x, FakeTensor) and vars(x):
+                vars(memo[id(x)]).update(copy.deepcopy(vars(x), memo))
         skeleton = copy.deepcopy(model, memo)
         _refuse_aliases(model, memo, names)
         refuse_shared_memory(model, names)
@@ -85,6 +95,17 @@ def skeleton_of(
             f"{called} cannot be copied (capture traces a copy of the model): "
             f"{error}; keep what cannot be copied outside the model, or detach() its tensors"
         ) from error
+
+
+def _refuse_kinds(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse tensors of other classes, which the copy would not have."""
+    for path, x in tensors:
+        if type(x) not in (Tensor, nn.Parameter, FakeTensor):
+            raise CaptureError(
+                f"{path.removeprefix('model.')} is {class_text(x)}, and a step computes with plain "
+                "tensors alone: make it an nn.Parameter or a buffer of a plain tensor; attributes "
+                "of it are kept"
+            )
 
 
 def _never_called(path: str, kind: str) -> CaptureError:

@@ -22,6 +22,7 @@ from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss
 from piper.capture.regions import LOSS, Region, annotate
 from piper.capture.repeats.leaf_calls import Repeats
+from piper.capture.repeats.signatures import own_attributes
 from piper.capture.trace.refusals import RefuseStray
 
 
@@ -66,9 +67,21 @@ class TracedStep(nn.Module):
         self._batch = batch
         self._outputs = outputs
         self._mixed = mixed
+        self._attributes = {
+            path: own for path, x in self._tensors().items() if (own := own_attributes(x))
+        }
         self.repeats: Repeats | None = None
 
+    def _tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers by path."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        return {**parameters, **dict(self.named_buffers(remove_duplicate=False))}
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self._attributes:  # torch traces with tensors of its own in place of these
+            now = self._tensors()
+            for path in self._attributes.keys() & now.keys():
+                vars(now[path]).update(self._attributes[path])
         source = iter(tensors)
         leaves = [next(source) if isinstance(x, Tensor) else x for x in self._batch.leaves]
         args, kwargs, targets = self._batch.spec.unflatten(leaves)
