@@ -81,12 +81,9 @@ class HeldOut:
             return
         start = time.perf_counter()
         given = batches if isinstance(batches, Iterable) else batches()
-        random = torch.get_rng_state()  # a loader draws from it: training must not depend on that
-        try:
-            with averaged(self._session) if self._options.averaged else nullcontext():
-                result = evaluate(self._session, (given,), pad=None, rows=self._options.rows)
-        finally:
-            torch.set_rng_state(random)
+        weights = averaged(self._session) if self._options.averaged else nullcontext()
+        with torch.random.fork_rng([]), weights:  # a loader draws: training must not depend on it
+            result = evaluate(self._session, (given,), pad=None, rows=self._options.rows)
         loss, monitor = float(result.loss), self._options.monitor
         self.losses.append((step, loss))
         self._scores.append(loss if monitor is None else float(monitor(result)))

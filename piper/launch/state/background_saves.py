@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from piper.base.errors import PiperError, warn
 from piper.launch.device.device import WorkerDevice
@@ -19,63 +18,45 @@ from piper.launch.state.saving import Save
 
 
 class BackgroundSave:
-    """A checkpoint that is being written."""
-
-    def __init__(self, group: WorkerGroup, one: Save) -> None:
-        """Like ``saving.save``, but returns before the checkpoint is written."""
-        self._group = group
-        self._save = replace(one, rest=dict(one.rest), data=copy.deepcopy(one.data))
-        plans = Each(lambda device: one.program.saving.plan_of(device))
-        group.call(WorkerDevice.begin_part, one.staged.folder, plans)
-
-    @property
-    def target(self) -> Path:
-        return self._save.staged.target
-
-    @property
-    def takes_others(self) -> bool:
-        """Whether the save needs other processes with a trainer."""
-        return self._group.trainers > 1
-
-    def settled(self, *, wait: bool) -> bool:
-        """Whether the checkpoint is written and committed; raises if the save failed. All processes
-        with a trainer must call this."""
-        group = self._group
-        written = all(group.call(WorkerDevice.part_is_written))
-        if not wait and group.largest(int(not written)):
-            return False
-        self._save.finish(group, group.call(WorkerDevice.written_part))
-        return True
-
-
-class PendingSave:
-    """The background save that a trainer has begun but not yet finished, if any."""
+    """The checkpoint that a trainer has begun to write but not yet finished, if any."""
 
     def __init__(self) -> None:
-        self._save: BackgroundSave | None = None
+        self._begun: tuple[WorkerGroup, Save] | None = None
 
-    def begin(self, save: BackgroundSave) -> None:
-        self._save = save
+    def begin(self, group: WorkerGroup, one: Save) -> None:
+        """Like ``saving.save``, but returns before the checkpoint is written."""
+        one = replace(one, rest=dict(one.rest), data=copy.deepcopy(one.data))
+        plans = Each(lambda device: one.program.saving.plan_of(device))
+        group.call(WorkerDevice.begin_part, one.staged.folder, plans)
+        self._begun = group, one
 
     def settle(self, *, wait: bool = True) -> None:
-        """Finish the save, if it is written or with ``wait``; raises if it failed."""
-        save, self._save = self._save, None
-        if save is not None and not save.settled(wait=wait):
-            self._save = save
+        """Commit the checkpoint, if it is written or with ``wait``; raises if the save failed. All
+        processes with a trainer must call this."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        group, one = begun
+        written = all(group.call(WorkerDevice.part_is_written))
+        if not wait and group.largest(int(not written)):
+            self._begun = begun
+        else:
+            one.finish(group, group.call(WorkerDevice.written_part))
 
     def settle_late(self, error: BaseException | None = None) -> None:
-        """Finish the save when no later call will: after ``error``, or when the trainer was not
-        closed and is gone (garbage-collected, or at interpreter exit)."""
-        save = self._save
-        if save is None:
+        """Commit the checkpoint when no later call will: after ``error``, or when the trainer was
+        not closed and is gone (garbage-collected, or at interpreter exit)."""
+        if self._begun is None:
             return
+        group, one = self._begun
         error = error or getattr(sys, "last_value", None)  # the error that ended the interpreter
         try:
-            if error is not None and save.takes_others:
+            if error is not None and group.trainers > 1:
                 raise PiperError(
                     "an error has ended this process, and a checkpoint needs all of them"
                 )
             self.settle()
         except Exception as failure:  # noqa: BLE001 - any failure becomes a warning
-            self._save = None
-            warn(f"the save to {save.target} in the background is not finished: {failure}")
+            self._begun = None
+            target = one.staged.target
+            warn(f"the save to {target} in the background is not finished: {failure}")

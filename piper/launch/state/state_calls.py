@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from piper.base.errors import PiperError
 from piper.launch import running
 from piper.launch.device.device import WorkerDevice
-from piper.launch.state.background_saves import BackgroundSave
 from piper.launch.state.export_model import export, given_source
 from piper.launch.state.saving import Save, load, prepare, save, tensor_of, whole_state
 from piper.launch.state.switch import changes_named
@@ -43,7 +42,7 @@ def save_state(
         group = session.whole
         one = Save(session.program, prepare(group, path, keep), session.rest, data, keep)
         if background:
-            session.saving.begin(BackgroundSave(group, one))
+            session.saving.begin(group, one)
         else:
             save(group, one)
 

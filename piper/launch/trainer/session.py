@@ -21,7 +21,7 @@ from piper.capture.batch import Pad
 from piper.capture.code.executables import Executables
 from piper.launch import running
 from piper.launch.device.worker_group import WorkerGroup, everyone
-from piper.launch.state.background_saves import PendingSave
+from piper.launch.state.background_saves import BackgroundSave
 from piper.launch.state.switch import Change, switch
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import (
@@ -54,7 +54,7 @@ class Session:
         """Whether the last step or evaluation ended with an error."""
         self.unread = False
         """Whether steps have changed the weights since they were last saved or read."""
-        self.saving = PendingSave()
+        self.saving = BackgroundSave()
         self._group: WorkerGroup | None = group
         # runs even without close(); registered after the group's finalizer, so called before it
         weakref.finalize(self, self.saving.settle_late)

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from piper.base.units import bytes_text, waiting_text
+from piper.launch.trainer.step_result import StepResult
 
 _LINES = 20
 """About so many lines are written of a run."""
-
-
-class ShownStep(Protocol):
-    """The part of a step's result that is shown."""
-
-    tokens: int
-    memory: int
-    seconds: float
-    learning_rates: tuple[float, ...]
-
-    @property
-    def mfu(self) -> float | None: ...
-    @property
-    def expert_imbalance(self) -> Mapping[str, float]: ...
 
 
 class Display:
@@ -34,7 +21,7 @@ class Display:
     def __init__(self, before: int = 0) -> None:
         self._pace = Pace(before)
 
-    def show(self, step: int, loss: float, norm: float | None, result: ShownStep) -> None:
+    def show(self, step: int, loss: float, norm: float | None, result: StepResult) -> None:
         """Show a step: its number, loss, gradient norm, and result."""
 
     def say(self, text: str) -> None:
@@ -93,7 +80,7 @@ class Pace:
         return seconds
 
 
-def _speed(result: ShownStep, seconds: float) -> list[str]:
+def _speed(result: StepResult, seconds: float) -> list[str]:
     """Tokens per second, MFU and the imbalance of experts, as far as they are known."""
     said = [f"{result.tokens / seconds:,.0f} tokens/s"]
     if (mfu := result.mfu) is not None:
@@ -111,7 +98,7 @@ class _Bar(Display):
         self._bar = bar
         self._task = bar.add_task("training", total=total, completed=before, said="")
 
-    def show(self, step: int, loss: float, norm: float | None, result: ShownStep) -> None:
+    def show(self, step: int, loss: float, norm: float | None, result: StepResult) -> None:
         said = [f"loss {loss:.4f}", *_speed(result, self._pace.since(step))]
         self._bar.update(self._task, completed=step, said="  ".join(said))
 
@@ -126,7 +113,7 @@ class _Lines(Display):
         super().__init__(before)
         self._total, self._before, self._every = total, before, every
 
-    def show(self, step: int, loss: float, norm: float | None, result: ShownStep) -> None:
+    def show(self, step: int, loss: float, norm: float | None, result: StepResult) -> None:
         """Write a line if it is due."""
         if not self._due(step):
             return
