@@ -6,7 +6,7 @@ class, whose devices have equal times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -47,7 +47,6 @@ class Simulation(Shown):
 
     @cached_property
     def seconds(self) -> float:
-        """The duration of the step."""
         return max((max(row.end) for row in self.spans if row.end), default=0.0)
 
     @property
@@ -70,16 +69,6 @@ class Simulation(Shown):
         return tuple(busy_of(plans[one.plan], spans, self.seconds) for one, spans in rows)
 
     @property
-    def bubble(self) -> float:
-        """The share of the step in which a device does not compute, on average."""
-        return self._mean([one.idle for one in self.busy]) / self.seconds
-
-    @property
-    def exposed(self) -> float:
-        """Seconds of exposed communication per device, on average."""
-        return self._mean([one.exposed for one in self.busy])
-
-    @property
     def peak(self) -> int:
         """The highest peak memory of a device, in bytes."""
         return max(memory.peak for memory in self.step.memory)
@@ -99,7 +88,6 @@ class Simulation(Shown):
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """The figures, formatted for people."""
         return {
             "step": seconds_text(self.seconds),
             "tokens/s": f"{self.tokens_per_second:,.0f}",
@@ -134,7 +122,6 @@ class Simulation(Shown):
         }
 
     def run(self, title: str | None = None) -> Run:
-        """The step as a ``Run``, for pages and traces."""
         return run_of(
             self.step,
             [(f"device {group_text(one.devices)}", one.plan) for one in self.classes],
@@ -144,18 +131,9 @@ class Simulation(Shown):
             limits=[self.cluster.device(one.devices[0]).memory for one in self.classes],
         )
 
-    def __str__(self) -> str:
-        head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
-        rows = (
-            f"  device {group_text(one.devices)}: {busy.text(self.seconds)}"
-            for one, busy in zip(self.classes, self.busy, strict=True)
-        )
-        return "\n".join([head, *rows])
-
-    def _mean(self, figures: Sequence[float]) -> float:
-        """The mean over all devices of a figure per class."""
-        weighed = sum(x * len(one.devices) for x, one in zip(figures, self.classes, strict=True))
-        return weighed / sum(len(one.devices) for one in self.classes)
+    def _spent(self) -> list[tuple[str, int, Busy]]:
+        rows = zip(self.classes, self.busy, strict=True)
+        return [(f"device {group_text(x.devices)}", len(x.devices), busy) for x, busy in rows]
 
 
 def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None) -> Simulation:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 from piper.base.units import bytes_text, seconds_text
 from piper.cost.device_speeds import device_speeds
@@ -19,7 +18,7 @@ from piper.program.program import Program
 from piper.runtime.streams.kernels import Kernel
 from piper.view.busy import Busy, busy_of
 from piper.view.exposed import Exposure, Span, all_to_all
-from piper.view.perfetto import Inner, write_trace
+from piper.view.perfetto import Inner
 from piper.view.runs import Run, Spans
 from piper.view.shown import Shown
 from piper.view.spans import run_of
@@ -68,18 +67,7 @@ class Profile(Shown):
         return {d: busy_of(self.program.plan_of(d), row, self.seconds) for d, row in rows}
 
     @property
-    def bubble(self) -> float:
-        """The share of the step in which a device is idle, the mean over all devices."""
-        return sum(one.idle for one in self.busy.values()) / len(self.busy) / self.seconds
-
-    @property
-    def exposed(self) -> float:
-        """The seconds of exposed communication, the mean over all devices."""
-        return sum(one.exposed for one in self.busy.values()) / len(self.busy)
-
-    @property
     def facts(self) -> Mapping[str, str]:
-        """The figures as text."""
         return {
             "step": seconds_text(self.seconds),
             "bubble": f"{self.bubble:.1%}",
@@ -98,7 +86,6 @@ class Profile(Shown):
         }
 
     def run(self, title: str | None = None) -> Run:
-        """The step in the form that the views draw."""
         devices = sorted(self.measured)
         plan_at = {d: i for i, plan in enumerate(self.program.plans) for d in plan.devices}
         return run_of(
@@ -109,12 +96,6 @@ class Profile(Shown):
             facts=self.facts,
             limits=[self.program.settings.memory_limit] * len(devices),
         )
-
-    def trace(self, path: str | Path, *, beside: Shown | None = None) -> None:
-        """Write a trace for Perfetto or chrome://tracing, with kernels if they were measured. Each
-        kernel carries the name of its DAG node. ``beside`` is another step to compare with."""
-        others = [] if beside is None else [beside.run()]
-        write_trace(Path(path), self.run(), *others, inner=self._inner())
 
     @cached_property
     def recorded(self) -> Recorded:
@@ -151,10 +132,8 @@ class Profile(Shown):
         moved += [(task.kind.value, task.members, task.nbytes, s) for task, s in sends.items()]
         return Recorded.of(passes, moved, speeds)
 
-    def __str__(self) -> str:
-        head = "  ".join(f"{name} {value}" for name, value in self.facts.items())
-        rows = (f"  device {d}: {busy.text(self.seconds)}" for d, busy in self.busy.items())
-        return "\n".join([head, *rows])
+    def _spent(self) -> list[tuple[str, int, Busy]]:
+        return [(f"device {device}", 1, busy) for device, busy in self.busy.items()]
 
     @cached_property
     def _begin(self) -> float:
