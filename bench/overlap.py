@@ -44,7 +44,7 @@ from piper.launch.watch.step_profile import Profile
 from piper.models import MoEConfig, MoETransformer, lm_loss
 from piper.strategies import Schedule, dualpipe, dualpipev, mesh, one_f_one_b
 from piper.strategies.directives.order import Order
-from piper.view.exposed import Exposure, Span, all_to_all
+from piper.view.busy import Exposure, Span, all_to_all
 
 VOCAB, SEQ, DIM = 256, 128, 128
 WAYS = 2

@@ -4,12 +4,13 @@ from piper.launch.loggers.callback import (
     Callback,
     EvaluationCallback,
     ObservingCallback,
+    RegionStatistics,
+    StepProfile,
     TrainerCallback,
 )
 from piper.launch.loggers.csv_file import CSV
 from piper.launch.loggers.experiment_trackers import MLflow, TensorBoard, WeightsAndBiases
 from piper.launch.loggers.logged import scalars
-from piper.launch.loggers.observed_steps import RegionStatistics, StepProfile
 
 __all__ = [
     "CSV",

@@ -75,8 +75,9 @@ class Program(Compiled):
     def schedule(self) -> Timetable:
         """The start and end of each node in the simulated execution that ordered the plans. It
         prints as a grid of computations."""
-        lowered = self.lowered
-        return Timetable.of(lowered.dag, lowered.classes, lowered.schedule, self.stages)
+        lowered, issued = self.lowered, self.lowered.schedule
+        times = issued.order, issued.start, issued.end
+        return Timetable(lowered.dag, lowered.classes, *times, tuple(self.stages))
 
     def show_dag(self, path: str | Path) -> None:
         """Write a self-contained HTML page with the DAG after each directive and after lowering."""

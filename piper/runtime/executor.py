@@ -24,11 +24,10 @@ from piper.runtime.context import ExecutionContext, Scalars
 from piper.runtime.counters import AWAITED, NOWHERE, PC, ProgramCounter
 from piper.runtime.instructions.add import add
 from piper.runtime.instructions.compute import compute
-from piper.runtime.instructions.copy_state import copy
 from piper.runtime.instructions.messages import all_to_all, all_to_all_by_counts, receive, send
 from piper.runtime.instructions.redistribution import redistribute, select
 from piper.runtime.instructions.scalars import sum_scalar
-from piper.runtime.instructions.update import gather, reduce, update
+from piper.runtime.instructions.update import copy, gather, reduce, update
 from piper.runtime.pending import BoundInstruction, Pending
 from piper.runtime.streams.streams import BoundStreams, Streams
 from piper.state.device.device_state import DeviceState
@@ -192,12 +191,9 @@ def _unreported(ops: Sequence[LoadedInstruction], plan: Plan) -> tuple[LoadedIns
     kept = []
     for pc, ends, execute, frees in ops:
         ends = tuple(other for other in ends if other not in left_out)
-        kept.append(LoadedInstruction(pc, ends, _nothing if pc in left_out else execute, frees))
+        run = (lambda: None) if pc in left_out else execute
+        kept.append(LoadedInstruction(pc, ends, run, frees))
     return tuple(kept)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _load(context: ExecutionContext, x: Instruction) -> BoundInstruction:

@@ -12,9 +12,8 @@ from functools import cached_property
 from piper.ir.dag.dag import Dag, group_text
 from piper.ir.ops import Compute
 from piper.ir.passes import Pass
-from piper.ir.plan.issue_order import IssueOrder
 from piper.ir.plan.rank_classes import RankClasses
-from piper.view.exposed import Exposure, Span, all_to_all
+from piper.view.busy import Exposure, Span, all_to_all
 from piper.view.grid import LETTERS, Cell, Grid, GridLine
 
 _Key = tuple[tuple[object, ...], Pass, int]
@@ -32,13 +31,6 @@ class Timetable:
     end: tuple[float, ...]
     stages: tuple[str, ...]
     """The tags that name a stage."""
-
-    @staticmethod
-    def of(
-        dag: Dag, classes: RankClasses, schedule: IssueOrder, stages: Sequence[str]
-    ) -> Timetable:
-        times = schedule.order, schedule.start, schedule.end
-        return Timetable(dag, classes, *times, tuple(stages))
 
     @cached_property
     def grid(self) -> Grid:

@@ -54,7 +54,7 @@ from piper.strategies import (
     zb_h1,
     zb_v,
 )
-from piper.view.exposed import Exposure, Span, all_to_all
+from piper.view.busy import Exposure, Span, all_to_all
 from tests.facts import chain
 from tests.runtime.test_runtime import Experts, Tower, mean_loss
 from tests.training import ULPS, Run, assert_same, compiled, plain, shared_captures, train

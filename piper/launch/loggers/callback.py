@@ -1,7 +1,8 @@
 """The callbacks that a training loop calls after each step and at its end.
 
 Only the process of rank 0 calls them. A callback with ``on_begin`` is called in every process: its
-calls of the trainer need all of them under torchrun.
+calls of the trainer need all of them under torchrun. A callback may ask for more of some steps.
+Such a step takes longer and gives the same numbers; loggers in the same list log what it then has.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+from piper.base.arguments import whole_number
 from piper.base.errors import PiperError
 from piper.launch.device.report import ProfileKind
 from piper.launch.trainer.step_result import StepResult
@@ -70,6 +72,35 @@ class ObservingCallback(Protocol):
         """What to measure in a step, the same in every process. If two callbacks ask for different
         things, the second gets the next step."""
         ...
+
+
+class _Observing:
+    """Asks for ``kind`` of every ``every``-th step."""
+
+    kind: ProfileKind
+
+    def __init__(self, *, every: int) -> None:
+        self._every = whole_number("every", every)
+
+    def observes(self, step: int) -> ProfileKind | None:
+        return self.kind if step % self._every == 0 else None
+
+    def on_step(self, step: int, result: StepResult) -> None: ...
+
+    def on_end(self) -> None: ...
+
+
+class RegionStatistics(_Observing):
+    """Every ``every``-th step has statistics of each region: ``result.gradients`` and
+    ``result.activations``."""
+
+    kind = ProfileKind.REGIONS
+
+
+class StepProfile(_Observing):
+    """Every ``every``-th step has the time of every instruction: ``result.profile``."""
+
+    kind = ProfileKind.TIME
 
 
 class Observations:

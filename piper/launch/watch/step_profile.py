@@ -16,8 +16,7 @@ from piper.ir.plan.instructions import Verb
 from piper.launch.watch.aligning import MeasuredStep, aligned
 from piper.program.program import Program
 from piper.runtime.streams.kernels import Kernel
-from piper.view.busy import Busy, busy_of
-from piper.view.exposed import Exposure, Span, all_to_all
+from piper.view.busy import Busy, Exposure, Span, all_to_all, busy_of
 from piper.view.perfetto import Inner
 from piper.view.runs import Run, Spans
 from piper.view.shown import Shown

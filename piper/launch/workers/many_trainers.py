@@ -14,16 +14,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.launch.device.report import Refusal
 from piper.launch.device.worker_group import T
 from piper.launch.messages.pickling import Pickled, by_value, received
 from piper.launch.recovery.fault import Recovery
-from piper.launch.watch.clock import seconds_ahead
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 """Torch's setting for the groups of a process."""
+_ROUNDS = 8
+"""How often rank 0 asks another rank for its time."""
 
 
 class ManyTrainers:
@@ -79,8 +81,22 @@ class ManyTrainers:
         return int(largest)
 
     def seconds_ahead(self) -> float:
-        """The seconds that this machine's clock is ahead of rank 0's."""
-        return seconds_ahead(self._objects)
+        """The seconds that this machine's monotonic clock is ahead of rank 0's, which asks every
+        other rank for its time, several times. The answer with the shortest round trip is the most
+        accurate: the other rank read its clock between rank 0's send and receive."""
+        group = self._objects
+        mine = torch.zeros(1, dtype=torch.float64)
+        ahead = torch.zeros(self.trainers, dtype=torch.float64)
+        if self.rank == 0:
+            for other in range(1, self.trainers):
+                ahead[other] = _asked(group, other, mine)
+        else:
+            for _ in range(_ROUNDS):
+                dist.recv(mine, group=group, group_src=0)
+                mine[0] = time.monotonic()
+                dist.send(mine, group=group, group_dst=0)
+        dist.broadcast(ahead, group=group, group_src=0)
+        return float(ahead[self.rank])
 
     def _together(self, collective: Callable[..., Any], *given: Any, **options: Any) -> None:
         """Take part in a collective; a PiperError if another participant is gone."""
@@ -91,6 +107,18 @@ class ManyTrainers:
                 f"the processes cannot communicate ({str(error).splitlines()[0]}): one of "
                 "them has ended or hangs; read its output first"
             ) from error
+
+
+def _asked(group: dist.ProcessGroup, other: int, answer: Tensor) -> float:
+    """How far another rank's clock is ahead of this one's."""
+    samples = []
+    for _ in range(_ROUNDS):
+        start = time.monotonic()
+        dist.send(answer, group=group, group_dst=other)
+        dist.recv(answer, group=group, group_src=other)
+        end = time.monotonic()
+        samples.append((end - start, float(answer) - (start + end) / 2))
+    return min(samples)[1]
 
 
 def _accepted(answer: Any) -> Any:

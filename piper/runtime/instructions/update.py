@@ -1,4 +1,4 @@
-"""Gradient reductions, optimizer updates and parameter gathers."""
+"""Gradient reductions, optimizer updates, parameter gathers, and copies of state for a save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from piper.ir.collectives import Move
 from piper.ir.dag.values import Content
-from piper.ir.ops import Collective, Update
+from piper.ir.ops import Collective, Copy, Update
 from piper.ir.plan.instructions import Instruction
 from piper.runtime.comm.protocol import Begin
 from piper.runtime.context import ExecutionContext
@@ -139,7 +139,7 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
                 gradient.div_(count.to(gradient.dtype))
         state.note_gradients(held, gradients)
         if clip is not None:
-            coefficient = _clip(context, clip, counted)
+            coefficient = (clip / (_norm(context, counted) + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
                 gradient.mul_(coefficient.to(gradient.dtype))
 
@@ -161,9 +161,15 @@ def update(context: ExecutionContext, x: Instruction, op: Update) -> BoundInstru
     return execute
 
 
-def _clip(context: ExecutionContext, limit: float, counted: bool) -> Tensor:
-    """The factor that scales all gradients so that their norm stays within ``limit``."""
-    return (limit / (_norm(context, counted) + 1e-6)).clamp(max=1.0)
+def copy(context: ExecutionContext, x: Instruction, op: Copy) -> BoundInstruction:
+    """Copies a bucket's state to host memory for a background save."""
+    state = context.state
+
+    def execute() -> Pending:
+        snapshot = state.snapshot
+        return Pending(x.name, [] if snapshot is None else [snapshot.copy(op.bucket)])
+
+    return execute
 
 
 def _finite(context: ExecutionContext, counted: bool) -> bool:

@@ -16,11 +16,10 @@ from piper.ir.dag.facts import Model
 from piper.ir.dag.layout_text import layout_lines
 from piper.ir.dag.sizes import Sizes
 from piper.ir.dag.values import Content, Role, Value
-from piper.ir.ops import Add, Collective, Compute, Copy, Op, Select, Transfer, Update
+from piper.ir.ops import Collective, Compute, Op
 from piper.ir.passes import Pass
 from piper.ir.rules import Rest, Sms
-from piper.view.pages.inline import page
-from piper.view.pages.numbering import Numbered
+from piper.view.pages.inline import Numbered, page
 
 _SCRIPTS = (
     "common.js",
@@ -143,18 +142,10 @@ def _kind(op: Op) -> str:
     match op:
         case Compute(which=which):
             return which.value
-        case Transfer():
-            return "transfer"
         case Collective(kind=kind):
             return kind.value
-        case Update():
-            return "update"
-        case Add():
-            return "add"
-        case Select():
-            return "select"
-        case Copy():
-            return "copy"
+        case _:
+            return type(op).__name__.lower()
 
 
 def _steps(steps: Sequence[tuple[str, Dag]], pool: _Pool) -> list[dict[str, Any]]:

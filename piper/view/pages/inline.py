@@ -1,7 +1,8 @@
 """One HTML file from a template, its styles, its scripts and its data: no server, no network.
 
 The data contain user-chosen names, so they are escaped and cannot end the element that holds them.
-The page's content security policy allows only its own script and style.
+The page's content security policy allows only its own script and style. Distinct items of the data
+have numbers, so that a page holds each once.
 """
 
 from __future__ import annotations
@@ -52,3 +53,19 @@ def _escaped(text: str) -> str:
 
 def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+class Numbered:
+    """Numbers distinct items from 0."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, item: Any) -> int:
+        """The number of ``item``; a new item gets the next number."""
+        return self._numbers.setdefault(item, len(self._numbers))
+
+    @property
+    def items(self) -> list[Any]:
+        """The distinct items in the order of their numbers."""
+        return list(self._numbers)

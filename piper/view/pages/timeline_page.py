@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from piper.base.errors import PiperError
-from piper.view.pages.inline import page
-from piper.view.pages.numbering import Numbered
+from piper.view.pages.inline import Numbered, page
 from piper.view.runs import Run, ShownDevice
 
 _SCRIPTS = (
