@@ -57,8 +57,8 @@ def picked(item: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(item, name) for name in names}
 
 
-def encode(kind: Any, item: Any) -> Any:
-    """``item``, of type ``kind``, as JSON data."""
+def encode(item: Any) -> Any:
+    """``item`` as JSON data."""
     return msgspec.to_builtins(item, enc_hook=_written, str_keys=True)
 
 

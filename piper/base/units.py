@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from piper.base.errors import PiperError
 
@@ -90,6 +90,13 @@ def counted(number: int, thing: str) -> str:
     """A count with its noun: 1 device, 2 devices, 1,000 microbatches."""
     ending = "" if number == 1 else "es" if thing.endswith(("s", "tch")) else "s"
     return f"{number:,} {thing}{ending}"
+
+
+def listed(shown: Iterable[object], number: int, between: str = ", ") -> str:
+    """The ``shown`` ones of a ``number`` of things, and how many are not shown."""
+    texts = list(map(str, shown))
+    more = f" and {number - len(texts)} more" if number > len(texts) else ""
+    return between.join(texts) + more
 
 
 def class_text(item: object) -> str:

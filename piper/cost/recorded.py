@@ -192,7 +192,7 @@ class Recorded:
 
     def save(self, path: str | Path) -> None:
         """Write it to a JSON file."""
-        write_file(path, json.dumps(_FORMAT.headed(encode(Recorded, self))))
+        write_file(path, json.dumps(_FORMAT.headed(encode(self))))
 
     @staticmethod
     def load(path: str | Path) -> Recorded:

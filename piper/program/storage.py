@@ -157,7 +157,7 @@ def files_of(program: Compiled) -> dict[str, bytes]:
         compiler=type(program.compiler).__name__.lower(),
         computation=program.computation,
     )
-    data = encode(_File, file)
+    data = encode(file)
     del data["settings"]["costs"]
     buffer = io.BytesIO()
     torch.save([dict(step.code.constants) for step in program.steps], buffer)

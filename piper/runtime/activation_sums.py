@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from piper.ir.ops import Compute
 from piper.ir.passes import Kind, Pass
 from piper.runtime.context import ExecutionContext
@@ -14,9 +16,9 @@ class ActivationSums:
     the microbatches."""
 
     def __init__(self) -> None:
-        self.made: dict[int, ElementSums] = {}
+        self.made = defaultdict[int, ElementSums](ElementSums)
         """By value, of this device's part."""
-        self.read: dict[int, ElementSums] = {}
+        self.read = defaultdict[int, ElementSums](ElementSums)
         """The same as its readers get it: after a collective, for example."""
 
     def wrapped(
@@ -51,5 +53,4 @@ def _add(sums: dict[int, ElementSums], slots: dict[int, int], context: Execution
     for value, slot in slots.items():
         activation = context.slots[slot]
         if activation.is_floating_point() and activation.numel():
-            own = ElementSums.of(activation)
-            sums[value] = sums[value] + own if value in sums else own
+            sums[value] += ElementSums.of(activation)

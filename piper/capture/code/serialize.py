@@ -71,7 +71,7 @@ def program_to_json(program: ChunkProgram) -> Json:
         )
         for which, function in program.functions.items()
     }
-    return encode(_ProgramFile, _ProgramFile(functions, tuple(program.specs.items())))
+    return encode(_ProgramFile(functions, tuple(program.specs.items())))
 
 
 def program_from_json(data: Json) -> ChunkProgram:

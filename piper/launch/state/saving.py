@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from piper.base.arguments import whole_number
@@ -164,7 +165,8 @@ def index_of(
     slices = (one for part in parts for one in part.slices)
     return Index(
         tables=by_name(
-            replace(one, at=replace(one.location, file=named(one.location.file))) for one in slices
+            replace(one, at=structs.replace(one.location, file=named(one.location.file)))
+            for one in slices
         ),
         values=tuple(value for part in parts for value in part.values),
         keys=program.names.keys,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -46,11 +47,10 @@ def gradients_by_region(
     """The statistics of each region, in the order of the model. A parameter of several regions
     counts for the first."""
     sums = _over_devices(devices)
-    regions: dict[str, ElementSums] = {}
+    regions: defaultdict[str, ElementSums] = defaultdict(ElementSums)
     for chunk in program.training_step.facts.whole.chunks:
-        region = _region(chunk)
         for one in (sums.pop(name) for name in chunk.parameters if name in sums):
-            regions[region] = regions[region] + one if region in regions else one
+            regions[_region(chunk)] += one
     return {
         region: GradientStatistics(math.sqrt(x.squares), x.largest, x.zeros / x.elements)
         for region, x in regions.items()
@@ -90,11 +90,11 @@ def activations_by_region(
 
 
 def _over_devices(devices: Mapping[int, Mapping[_Key, ElementSums]]) -> dict[_Key, ElementSums]:
-    sums: dict[_Key, ElementSums] = {}
+    sums: defaultdict[_Key, ElementSums] = defaultdict(ElementSums)
     for own in devices.values():
         for key, one in own.items():
-            sums[key] = sums[key] + one if key in sums else one
-    return sums
+            sums[key] += one
+    return dict(sums)
 
 
 def _region(chunk: ChunkFacts) -> str:

@@ -153,7 +153,8 @@ def _of_file(folder: Path, name: str) -> Iterator[Slice]:
                 raise MalformedError("its offsets have another number of dimensions than its shape")
             box = Box(start, size)
             ends = tuple(a + n for a, n in zip(start, size, strict=True))
-            one = Slice(MODEL, key, ends, dtype, box, Location(box, name, key, begin + first))
+            place = Location(start, size, name, key, begin + first, 0)
+            one = Slice(MODEL, key, ends, dtype, box, place)
             if last - first != one.nbytes or begin + last > end:
                 raise MalformedError("its data_offsets do not fit its size or the file")
             extents.append((first, last - first, key))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from piper.base.codec import ArrayRecord, Count, Format, Int64, decode, encode, picked
 from piper.base.reading import MalformedError, parsed, within, wrong
-from piper.state.checkpoint.boxes import Box, tile
+from piper.state.checkpoint.boxes import tile
 from piper.state.checkpoint.plain_values import from_json
 from piper.state.checkpoint.slices import (
     MODEL,
@@ -134,7 +134,7 @@ class Index(_Facts, frozen=True, kw_only=True):
             stored=_table_to_file(self.tables.get(STORED, {})),
             **picked(self, _Facts.__struct_fields__),
         )
-        content = _FORMAT.headed(encode(_File, file))
+        content = _FORMAT.headed(encode(file))
         rest = json.dumps(content, allow_nan=False)[1:].encode()
         return _first_line(rest) + b"\n" + rest
 
@@ -155,19 +155,10 @@ def _first_line(rest: bytes) -> bytes:
     return f'{{"sha256": "{hashlib.sha256(rest).hexdigest()}",'.encode()
 
 
-class _SliceFile(ArrayRecord, frozen=True):
-    start: tuple[Count, ...]
-    shape: tuple[Count, ...]
-    file: str
-    key: str
-    offset: Count
-    crc32: Count
-
-
 class _TensorFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[Count, ...]
-    slices: tuple[_SliceFile, ...]
+    slices: tuple[Location, ...]
 
 
 class _File(_Facts, frozen=True, kw_only=True):
@@ -181,12 +172,7 @@ class _File(_Facts, frozen=True, kw_only=True):
 def _table_to_file(tensors: Mapping[str, Sequence[Slice]]) -> dict[str, _TensorFile]:
     return {
         name: _TensorFile(
-            NAMES[slices[0].dtype],
-            slices[0].shape,
-            tuple(
-                _SliceFile(p.box.start, p.box.shape, p.file, p.key, p.offset, p.crc32)
-                for p in (one.location for one in slices)
-            ),
+            NAMES[slices[0].dtype], slices[0].shape, tuple(one.location for one in slices)
         )
         for name, slices in tensors.items()
     }
@@ -241,15 +227,15 @@ def _tensor(
         return slices
 
 
-def _slice(place: int, item: _SliceFile, of: Slice, files: Mapping[str, FileFacts]) -> Slice:
-    box = Box(item.start, item.shape)
+def _slice(place: int, item: Location, of: Slice, files: Mapping[str, FileFacts]) -> Slice:
+    box = item.box
     ends = [a + n for a, n in zip(box.start, box.shape, strict=False)]
     dims = len(of.shape)
     if not len(box.start) == len(box.shape) == dims or any(map(int.__gt__, ends, of.shape)):
         raise MalformedError(f"slices[{place}] is not of a tensor of shape {list(of.shape)}")
     if item.file not in files:
         raise MalformedError(f"slices[{place}]: there is no file {item.file!r}")
-    one = replace(of, box=box, at=Location(box, item.file, item.key, item.offset, item.crc32))
+    one = replace(of, box=box, at=item)
     if item.offset + one.nbytes > files[item.file].bytes:
         raise MalformedError(f"slices[{place}]: {item.file} is shorter than that")
     return one

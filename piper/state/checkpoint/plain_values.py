@@ -42,10 +42,6 @@ def _pairs(table: dict[Any, Any]) -> list[list[Any]]:
     return [[key, value] for key, value in table.items()]
 
 
-def _tensor_parts(item: Tensor) -> list[Any]:
-    return [torch_name(item.dtype), list(item.shape), item.flatten().tolist()]
-
-
 def _tensor_of(parts: Any) -> Tensor:
     dtype, shape, items = parts
     if math.prod(shape) != len(items):
@@ -58,7 +54,11 @@ _KINDS: Mapping[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "!bytes": (bytes, bytes.hex, bytes.fromhex),
     "!complex": (complex, lambda x: [x.real, x.imag], lambda x: complex(*x)),
     "!dtype": (torch.dtype, torch_name, DTYPES.__getitem__),
-    "!tensor": (Tensor, _tensor_parts, _tensor_of),
+    "!tensor": (
+        Tensor,
+        lambda x: [torch_name(x.dtype), list(x.shape), x.flatten().tolist()],
+        _tensor_of,
+    ),
     "!tuple": (tuple, list, tuple),
     "!set": ((set, frozenset), lambda x: sorted(x, key=repr), set),
     "!deque": (deque, lambda x: [x.maxlen, list(x)], lambda x: deque(x[1], x[0])),

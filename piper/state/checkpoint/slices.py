@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from piper.base.codec import ArrayRecord, Count
 from piper.ir.grouped import grouped
 from piper.state.checkpoint.boxes import Box
 
@@ -22,19 +23,24 @@ MODEL, OPTIMIZER, STORED = "model", "optimizer.", "stored"
 ``optimizer.exp_avg``), and other tensors of an optimizer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(ArrayRecord, frozen=True):
     """Where a slice is stored: in a file, or in the memory of a device."""
 
-    box: Box
-    """The box that is stored there."""
+    start: tuple[Count, ...]
+    """The start and the shape of the box that is stored there."""
+    shape: tuple[Count, ...]
     file: str
     """The file's name. In memory: the number of the device."""
     key: str
     """Its name in the file."""
-    offset: int
+    offset: Count
     """Bytes from the start of the file. In memory: its index among the device's slices."""
-    crc32: int = 0
+    crc32: Count
+    """Of what was written; 0 in memory."""
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,11 @@ class Slice:
         assert isinstance(self.at, Location)
         return self.at
 
+    def stored(self, file: str, offset: int) -> Slice:
+        """The same at this place."""
+        location = Location(self.box.start, self.box.shape, file, self.key, offset, 0)
+        return replace(self, at=location)
+
     def part(self, box: Box) -> Slice:
         """The part in ``box``, which this slice contains."""
         at = self.at
@@ -128,9 +139,7 @@ def by_name(slices: Iterable[Slice]) -> Tables:
 
 def at_device(slices: Sequence[Slice], device: int) -> list[Slice]:
     """``slices`` in the memory of a device, for other processes."""
-    return [
-        replace(one, at=Location(one.box, str(device), one.key, i)) for i, one in enumerate(slices)
-    ]
+    return [one.stored(str(device), i) for i, one in enumerate(slices)]
 
 
 def all_slices(tables: Tables) -> Iterator[Slice]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from piper.base.codec import ArrayRecord, Count
@@ -97,7 +98,7 @@ def laid_out(file: str, slices: Iterable[Slice]) -> tuple[bytes, list[tuple[Slic
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, [
-        (one, replace(one, at=Location(one.box, file, one.key, len(header) + start)))
+        (one, one.stored(file, len(header) + start))
         for one, start in zip(ordered, starts, strict=False)
     ]
 
@@ -111,7 +112,8 @@ def write_file(path: Path, slices: Iterable[Slice]) -> tuple[FileFacts, list[Sli
         facts, placed = out.create(path.name, slices)
         for given, target in placed:
             crc = out.write(given, target)
-            written.append(replace(target, at=replace(target.location, crc32=crc)))
+            at = structs.replace(target.location, crc32=crc)
+            written.append(replace(target, at=at))
     return facts, written
 
 

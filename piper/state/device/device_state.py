@@ -154,8 +154,9 @@ class DeviceState:
             if "capturable" in group:
                 group["capturable"] = True
             elif self.scheduler is not None and not group.get("fused"):
+                assert self.optimizer is not None
                 raise PiperError(
-                    f"cuda_graphs=True: {kind_of(*self._made())} reads the learning rate, "
+                    f"cuda_graphs=True: {kind_of(self.optimizer)} reads the learning rate, "
                     "which a scheduler changes, on the host: make it fused=True"
                 )
         if self.scheduler is not None:
@@ -183,9 +184,6 @@ class DeviceState:
             if self._rates:
                 change["lr"] = self._rates[i]
         return changes
-
-    def _made(self) -> list[torch.optim.Optimizer]:
-        return [] if self.optimizer is None else [self.optimizer]
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups

@@ -11,12 +11,12 @@ from torch import Tensor
 class ElementSums:
     """Sums over the elements of a tensor, or of a device's part of it."""
 
-    total: float
-    squares: float
-    largest: float
+    total: float = 0.0
+    squares: float = 0.0
+    largest: float = 0.0
     """The largest absolute value."""
-    zeros: int
-    elements: int
+    zeros: int = 0
+    elements: int = 0
 
     @staticmethod
     def of(x: Tensor) -> ElementSums:

@@ -21,36 +21,23 @@ _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 
 def export_groups(state: DeviceState) -> list[GroupEntry]:
     """The groups of a device's optimizer."""
-    if state.optimizer is None:
-        return []
     schedule = {} if state.scheduler is None else state.scheduler.state_dict()
     return [
-        GroupEntry(
-            names,
-            copy.deepcopy(settings(group)) | {_KIND: kind},
-            _of_group(schedule, i),
-        )
-        for i, (group, names, kind) in enumerate(
-            zip(state.optimizer.param_groups, _names(state), _kinds(state), strict=True)
-        )
+        GroupEntry(names, copy.deepcopy(settings(group)) | {_KIND: kind}, _of_group(schedule, i))
+        for i, (group, names, kind) in enumerate(_groups(state))
     ]
 
 
 def match_groups(state: DeviceState, index: Index) -> list[GroupEntry | None]:
     """For each group of a device's optimizer, a saved group with some of its parameters, or None.
     All such saved groups must have equal settings."""
-    if state.optimizer is None:
-        return []
-    pairs = zip(_names(state), _kinds(state), strict=True)
-    return [_match(names, kind, index.groups) for names, kind in pairs]
+    return [_match(names, kind, index.groups) for _, names, kind in _groups(state)]
 
 
 def restore_groups(state: DeviceState, index: Index) -> None:
     """Give each group the settings of the saved group with its parameters."""
-    if state.optimizer is None:
-        return
     matches = match_groups(state, index)
-    for group, other in zip(state.optimizer.param_groups, matches, strict=True):
+    for (group, _, _), other in zip(_groups(state), matches, strict=True):
         if other is not None:
             here = group.get("capturable")  # depends on how this run executes: not restored
             group.update({k: v for k, v in from_json(other.settings).items() if k != _KIND})
@@ -65,19 +52,17 @@ def restore_groups(state: DeviceState, index: Index) -> None:
         state.scheduler.load_state_dict(_with_groups(from_json(index.scheduler), rows))
 
 
-def _names(state: DeviceState) -> list[tuple[str, ...]]:
-    """For each group, the names of its parameters."""
-    assert state.optimizer is not None
-    name_of = {id(p): name for held in state.held.values() for name, p in held.trained.items()}
-    groups = state.optimizer.param_groups
-    return [tuple(dict.fromkeys(name_of[id(p)] for p in g["params"])) for g in groups]
-
-
-def _kinds(state: DeviceState) -> list[str]:
-    """For each group, the class of its optimizer."""
-    assert state.optimizer is not None
-    members = members_of(state.optimizer)
-    return [type(member).__name__ for member in members for _ in member.param_groups]
+def _groups(state: DeviceState) -> list[tuple[dict[str, Any], tuple[str, ...], str]]:
+    """The groups of a device's optimizer, each with the names of its parameters and the class of
+    its optimizer."""
+    if state.optimizer is None:
+        return []
+    name_of = {p: name for held in state.held.values() for name, p in held.trained.items()}
+    return [
+        (group, tuple(dict.fromkeys(name_of[p] for p in group["params"])), type(member).__name__)
+        for member in members_of(state.optimizer)
+        for group in member.param_groups
+    ]
 
 
 def _match(names: tuple[str, ...], kind: str, groups: Sequence[GroupEntry]) -> GroupEntry | None:

@@ -5,7 +5,7 @@ error. The message names the tensor and, where there is one, its file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -51,7 +51,8 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> dict[str, 
             missing.append(keys[0])
     for name in tensors.keys() - set(names.keys.values()):  # buffers that are not persistent
         used.update(_variants(name, source, names))
-    extra = [one for one in there if one not in used and not _matches(one, files.ignore)]
+    left = [one for one in there if one not in used]
+    extra = [one for one in left if not any(fnmatchcase(one, pat) for pat in files.ignore)]
     notes = {one: f" (in {_file(Path(), there[one])})" for one in extra}
     if text := differences(names.shapes, missing, notes, shapes):
         advice = "" if not extra else (
@@ -59,10 +60,6 @@ def located(source: Source, names: StateNames, files: WeightFiles) -> dict[str, 
         )  # fmt: skip
         raise PiperError(f"the weights in {files.path} are not this model's. {text}{advice}")
     return matched
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _variants(key: str, source: Source, names: StateNames) -> list[str]:

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from piper.base.units import counted
+from piper.base.units import counted, listed
 
 _SHOWN = 5
 AnyShape = Sequence[int]
@@ -28,12 +28,12 @@ def differences(
         number = counted(len(model), "tensor")
         parts.append(
             f"{len(missing)} of the model's {number} {'is' if len(missing) == 1 else 'are'} "
-            f"missing: {_listed(named, len(missing))}"
+            f"missing: {listed(named, len(missing))}"
         )
     if extra:
         notes = [f"{name}{note}" for name, note in list(extra.items())[:_SHOWN]]
         parts.append(
-            f"{_several(extra, 'is', 'are')} not in the model: {_listed(notes, len(extra))}"
+            f"{_several(extra, 'is', 'are')} not in the model: {listed(notes, len(extra))}"
         )
     if shapes:
         rows = [
@@ -41,7 +41,7 @@ def differences(
             for name, (theirs, own) in list(shapes.items())[:_SHOWN]
         ]
         parts.append(
-            f"{_several(shapes, 'has', 'have')} another shape: {_listed(rows, len(shapes), '; ')}"
+            f"{_several(shapes, 'has', 'have')} another shape: {listed(rows, len(shapes), '; ')}"
         )
     return ". ".join(parts)
 
@@ -53,8 +53,3 @@ def _several(tensors: Mapping[str, Any], one: str, more: str) -> str:
 def _nearest(name: str, known: Mapping[str, str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f" (nearest: {close[0]})" if close else ""
-
-
-def _listed(shown: Sequence[str], number: int, between: str = ", ") -> str:
-    more = f" and {number - len(shown)} more" if number > len(shown) else ""
-    return between.join(shown) + more

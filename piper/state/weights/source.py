@@ -95,13 +95,8 @@ def materialised(
             "(name, tensor, generator) that fills it, or piper.weights(folder)"
         )
     data = torch.empty_like(tensor, device=device, requires_grad=False)
-    init(name, data, generator_for(name, device, seed))
+    init(name, data, torch.Generator(device).manual_seed(seed_for(name, seed)))
     return data
-
-
-def generator_for(name: str, device: torch.device, seed: int) -> torch.Generator:
-    """The random generator for the tensor of this name."""
-    return torch.Generator(device).manual_seed(seed_for(name, seed))
 
 
 def seed_for(name: str, seed: int) -> int:
