@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from piper.base.arguments import whole_number
 from piper.base.errors import PiperError
+from piper.base.units import listed
 from piper.capture.code.serialize import program_to_json
 from piper.launch.optimizer_facts import OptimizerFacts, difference, facts_of, places_of, plain
 from piper.program.deferred import Deferred, Outline
@@ -80,6 +81,8 @@ class Agreement:
         self._trained = _BatchChecks(batches, self._everyone)
         self._evaluated = _BatchChecks(batches, self._everyone)
         self._place_of: Mapping[str, int] = {}
+        self._seen: Fingerprints = {}
+        """Digests of initial weights by name."""
 
     def agree_on(self, program: Program) -> None:
         """Refuse processes whose program, optimizer or scheduler differs from rank 0's. Digests of
@@ -129,11 +132,12 @@ class Agreement:
             for what, value in facts.items():
                 other, known = first.setdefault(what, (rank, value))
                 if (unlike := difference({what: known}, {what: value})) is not None:
+                    name, one, two = unlike
                     raise PiperError(
-                        f"ranks {other} and {rank} train differently: {unlike.what} is "
-                        f"{unlike.one} on rank {other} and {unlike.two} on rank {rank}; under "
-                        "torchrun every process must train with the same optimizer and scheduler, "
-                        "so let nothing of them depend on the rank"
+                        f"ranks {other} and {rank} train differently: {name} is {one} on rank "
+                        f"{other} and {two} on rank {rank}; under torchrun every process must "
+                        "train with the same optimizer and scheduler, so let nothing of them "
+                        "depend on the rank"
                     )
 
     def refuse_other_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -147,27 +151,35 @@ class Agreement:
             if names:
                 raise PiperError(
                     f"the state dicts of ranks 0 and {rank} differ, and nothing has changed: "
-                    f"{_shown(names)}; under torchrun every process must load the same values: "
-                    "read the same file on all of them, or send those of rank 0 to the others"
+                    f"{listed(names[:5], len(names))}; under torchrun every process must load the "
+                    "same values: read the same file on all of them, or send those of rank 0 to "
+                    "the others"
                 )
 
-    def noting(self, fetch: Fetch) -> _Noted:
+    def noting(self, fetch: Fetch) -> Fetch:
         """``fetch``, which notes a digest of each initial weight."""
-        return _Noted(fetch, self._weights)
+        self._seen = {}
 
-    def refuse_other_weights(self, noted: _Noted) -> None:
-        """Refuse initial weights that differ between two processes."""
+        def noted(name: str) -> FirstTensor:
+            tensor = fetch(name)
+            self._seen[name] = _of_first(tensor)
+            return tensor
+
+        return noted if self._weights else fetch
+
+    def refuse_other_weights(self) -> None:
+        """Refuse noted weights that differ between two processes."""
         if not self._weights:
             return
-        if different := list(_unlike(self._everyone(noted.seen))):
+        if different := list(_unlike(self._everyone(self._seen))):
             _, one, two = different[0]
             names = list(dict.fromkeys(name for name, _, _ in different))
             raise PiperError(
                 f"the first weights differ between ranks {one} and {two}: "
-                f"{_shown(names)}; under torchrun every process must begin with the "
-                "same ones: call torch.manual_seed with the same number on all of them before the "
-                "model is made, or load the same file (check_weights=False if trainer.load is to "
-                "replace them all)"
+                f"{listed(names[:5], len(names))}; under torchrun every process must begin with "
+                "the same ones: call torch.manual_seed with the same number on all of them before "
+                "the model is made, or load the same file (check_weights=False if trainer.load is "
+                "to replace them all)"
             )
 
 
@@ -193,21 +205,6 @@ def _refuse_other_parts(by_rank: Sequence[Fingerprints], parts: Sequence[str]) -
                 "differ; under torchrun every process must compile the same model with the "
                 "same strategy and settings, so let nothing of them depend on the rank"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """Initial weights by name, with a digest of each that this process has fetched."""
-
-    fetch: Fetch
-    check: bool
-    seen: Fingerprints = field(default_factory=dict)
-
-    def __call__(self, name: str) -> FirstTensor:
-        tensor = self.fetch(name)
-        if self.check:
-            self.seen[name] = _of_first(tensor)
-        return tensor
 
 
 class _BatchChecks:
@@ -318,10 +315,6 @@ def _bits(x: Tensor) -> Tensor:
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     x = torch.view_as_real(x) if x.is_complex() else x
     return x.reshape(-1).view(whole.get(x.element_size(), torch.uint8))
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _digest(data: Sequence[Any] | Mapping[str, Any]) -> str:

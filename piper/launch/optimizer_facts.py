@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,15 +28,6 @@ _STEPS = 200
 """Steps of the scheduler whose learning rates are compared."""
 _APART = ("defaults", "state", "param_groups")
 """Attributes of an optimizer that are not settings, or are compared separately."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first fact that differs."""
-
-    what: str
-    one: Any
-    two: Any
 
 
 def facts_of(program: Program) -> OptimizerFacts:
@@ -81,16 +71,16 @@ def places_of(facts: OptimizerFacts) -> dict[str, int]:
     return {what.removeprefix(_PLACE): x for what, x in facts.items() if what.startswith(_PLACE)}
 
 
-def difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> Difference | None:
-    """The first fact that differs between ``one`` and ``two``, if any."""
+def difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first fact that differs between ``one`` and ``two``, if any, and its two values."""
     for what in dict.fromkeys((*one, *two)):
         a, b = one.get(what), two.get(what)
         if _equal(a, b):
             continue
         if what == _RATES and a and b:
             step = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if not _equal(x, y))
-            return Difference(f"learning rate in step {step + 1}", a[step], b[step])
-        return Difference(what, a, b)
+            return f"learning rate in step {step + 1}", a[step], b[step]
+        return what, a, b
     return None
 
 

@@ -9,7 +9,7 @@ a step from the others.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -19,7 +19,6 @@ from piper.launch.device.device_programs import device_programs, first_weights
 from piper.launch.device.report import ProfileKind, Report
 from piper.launch.device.worker_group import BatchRows, Each, WorkerGroup, answers_of_all, everyone
 from piper.program.program import Program
-from piper.state.checkpoint.slices import Slice
 
 
 def start(group: WorkerGroup, program: Program) -> None:
@@ -29,13 +28,10 @@ def start(group: WorkerGroup, program: Program) -> None:
         agreement.agree_on(program)
     group.seat(program.devices, program.device)
     job = group.once(lambda: uuid.uuid4().hex)
-    given = job, Each(device_programs(program), own=program.training)
-    if agreement is None:
-        group.call(WorkerDevice.load, *given, weights)
-    else:
-        noted = agreement.noting(weights)
-        group.call(WorkerDevice.load, *given, noted)
-        agreement.refuse_other_weights(noted)
+    fetch = weights if agreement is None else agreement.noting(weights)
+    group.call(WorkerDevice.load, job, Each(device_programs(program), own=program.training), fetch)
+    if agreement is not None:
+        agreement.refuse_other_weights()
 
 
 def rows_of(group: WorkerGroup) -> list[int] | None:
@@ -81,17 +77,6 @@ def evaluate(
         return report
     mine = {place: x.cpu() for place, x in report.returned.items()}
     return replace(report, returned={p: x for row in everyone(group, mine) for p, x in row.items()})
-
-
-def export(group: WorkerGroup, only: frozenset[str] | None = None) -> list[list[Slice]]:
-    """The parameters and buffers of all devices, or those named in ``only``."""
-    portions: list[list[Slice]] = answers_of_all(group, group.call(WorkerDevice.export, only))
-    return portions
-
-
-def restore(group: WorkerGroup, tensors: Mapping[str, Tensor]) -> None:
-    """Replace parameters and buffers."""
-    group.call(WorkerDevice.restore, dict(tensors))
 
 
 def _told(group: WorkerGroup, program: Program, reports: Sequence[Report]) -> Report:

@@ -176,8 +176,6 @@ class ExecutionContext:
         """A function that stores a communication's result in its slot. A result without readers is
         dropped: its slot is already freed."""
         (slot,) = x.writes
-        return _forget if slot in x.frees else partial(self.slots.__setitem__, slot)
-
-
-def _forget(content: Any) -> None:
-    return
+        if slot in x.frees:
+            return lambda content: None
+        return partial(self.slots.__setitem__, slot)

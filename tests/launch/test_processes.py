@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.launch.messages.pickling import by_value
-from piper.runtime.comm.communicators import communicators_of
+from piper.runtime.comm.communicators import Endpoint, communicators_of
 from piper.runtime.comm.gloo import Gloo
 from tests.scripts import faulty
 from tests.scripts.cases import ON_FOUR, ON_ONE, ON_TWO, acting, batches, differences, numbers
@@ -169,7 +169,7 @@ def test_all_groups_of_a_process_share_one_thread() -> None:
     limit = timedelta(seconds=60)
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:  # each waits for the other
-        made = pool.map(lambda device: Gloo(device, plans, store, limit), (0, 1))
+        made = pool.map(lambda device: Gloo(Endpoint(device, store, limit), plans), (0, 1))
         assert [type(comm) for comm in made] == [Gloo, Gloo]
         assert len(communicators_of(plans, 0)) > 2
         assert loops() <= before + 2

@@ -15,6 +15,7 @@ from piper.ir.collectives import COLLECTIVES, ENDS, Move
 from piper.ir.ops import Collective
 from piper.ir.plan.instructions import Instruction, Verb
 from piper.ir.plan.plan import Plan
+from piper.runtime.comm.communicators import Endpoint
 from piper.runtime.comm.gloo import Gloo
 from piper.runtime.comm.loopback import Hub, Loopback
 from piper.runtime.comm.protocol import Comm
@@ -53,7 +54,7 @@ def gloo(kind: Move, members: int) -> list[Comm]:
     plan = Plan(group, (only,), (), (), ())
     store, limit = dist.HashStore(), timedelta(seconds=60)
     with ThreadPoolExecutor(members) as pool:  # members wait for each other
-        return list(pool.map(lambda d: Gloo(d, [plan], store, limit, address="127.0.0.1"), group))
+        return list(pool.map(lambda d: Gloo(Endpoint(d, store, limit, "127.0.0.1"), [plan]), group))
 
 
 def test_every_move_that_communicates_is_defined() -> None:

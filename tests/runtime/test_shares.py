@@ -120,4 +120,4 @@ def test_missing_bindings_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_nothing_is_needed_where_no_share_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    Shares(torch.device("cuda", 0), {"a": StreamRule(priority=1)}).close()
+    Shares(torch.device("cuda", 0), {"a": StreamRule(priority=1)})

@@ -78,7 +78,7 @@ def shake(trainer: piper.Trainer, seed: int) -> None:
     """Delay the streams of the next step, with a new seed."""
     group: Any = trainer._session.devices
     for device in group.local.devices:
-        device.loaded.executor.streams.shaker = StreamJitter(seed, device.number)
+        device.loaded.executor.streams.jitter = StreamJitter(seed, device.number)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class WorkerDevice:
         """None while this device waits for a program."""
         self._kept: DeviceState | None = None
         """The state before a failed call."""
-        self._next: tuple[DeviceProgram | None, NextState, LoadedDevice | None] | None = None
+        self._next: NextState | None = None
         self._writing: Future[Part | Refusal] | None = None
 
     # programs
@@ -136,9 +136,9 @@ class WorkerDevice:
             refuse_uncapturable(program)
         comm, runners = self.links.connect(job, program, where)
         seed = self._options.shake
-        shaker = None if seed is None else StreamJitter(seed, self.number)
+        jitter = None if seed is None else StreamJitter(seed, self.number)
         return LoadedDevice(
-            program, state(where), comm, runners, shaker, tracked=self.links.tracked
+            program, state(where), comm, runners, jitter, tracked=self.links.tracked
         )
 
     def rows_read(self) -> set[int]:
@@ -291,31 +291,29 @@ class WorkerDevice:
         """Allocate the state of ``program`` beside the present one, which ``index`` describes.
         ``program`` is None if it does not have this device. ``finish`` or ``abandon`` must
         follow."""
-        room = NextState(
+        room = self._next = NextState(
             program,
             torch.device("cpu") if program is None else self.links.place(program.kind),
             index,
             self._kept if self._loaded is None else self.state,
             capturable=self._options.cuda_graphs,
         )
-        self._next = program, room, None
         return Prepared(self.number, room.refused, room.requests)
 
     def finish(self, job: str, wants: Mapping[int, Sequence[Slice]]) -> None:
         """Move the state to the devices of the next program, and load that program. The present one
         still stays."""
-        assert self._next is not None
-        program, room, _ = self._next
+        room = self._next
+        assert room is not None
         self.links.exchange(job, self.number, room, wants)
-        if program is not None:
+        if room.program is not None:
             state = room.settled()
-            loaded = self._load(job, program, state.where, lambda _: state)
-            self._next = program, room, loaded
+            room.loaded = self._load(job, room.program, state.where, lambda _: state)
 
     def take(self) -> None:
         """Continue with the next program."""
         assert self._next is not None
-        before, self._loaded = self._loaded, self._next[2]
+        before, self._loaded = self._loaded, self._next.loaded
         self._kept = None
         self.abandon()
         if self._loaded is not None:

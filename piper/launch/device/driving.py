@@ -3,7 +3,7 @@ device, which waits for others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from piper.base.errors import PiperError
 from piper.ir.plan.instructions import COMMUNICATING
@@ -16,27 +16,14 @@ from piper.runtime.executor import CommunicationError
 from piper.runtime.pending import Pending
 
 
-class InTurns:
-    """All devices of one process, in a deterministic order."""
-
-    def __init__(self, hub: Callable[[], Hub]) -> None:
-        """``hub`` returns the present hub of the devices."""
-        self._hub = hub
-
-    def __call__(self, devices: Sequence[WorkerDevice], runs: Sequence[Running]) -> list[Report]:
-        try:
-            return self._turns(devices, runs)
-        except BaseException:
-            for run in runs:
-                run.close()
-            for device in devices:
-                device.loaded.abandon()
-            self._hub().clear()
-            raise
-
-    def _turns(self, devices: Sequence[WorkerDevice], runs: Sequence[Running]) -> list[Report]:
-        waiting: dict[int, Pending | None] = dict.fromkeys(range(len(runs)))
-        reports: dict[int, Report] = {}
+def in_turns(
+    hub: Callable[[], Hub], devices: Sequence[WorkerDevice], runs: Sequence[Running]
+) -> list[Report]:
+    """The reports of all devices of one process, in a deterministic order. ``hub`` returns the
+    present hub of the devices."""
+    waiting: dict[int, Pending | None] = dict.fromkeys(range(len(runs)))
+    reports: dict[int, Report] = {}
+    try:
         while waiting:
             moved = False
             for i, pending in list(waiting.items()):
@@ -49,18 +36,24 @@ class InTurns:
                     del waiting[i]
                     reports[i] = end.value
             if not moved:
-                raise PiperError(self._stuck(devices, waiting))
-        return [reports[i] for i in sorted(reports)]
+                raise PiperError(_stuck(hub(), devices, waiting))
+    except BaseException:
+        for run in runs:
+            run.close()
+        for device in devices:
+            device.loaded.abandon()
+        hub().clear()
+        raise
+    return [reports[i] for i in sorted(reports)]
 
-    def _stuck(self, devices: Sequence[WorkerDevice], waiting: dict[int, Pending | None]) -> str:
-        lines = ["no device can continue:"]
-        for i, pending in waiting.items():
-            device = devices[i]
-            assert pending is not None
-            at = device.loaded.executor.at[PC]
-            lines.append(f"  device {device.number} at instruction {at} waits for {pending.name}")
-        lines += [f"  {line}" for line in self._hub().waiting()]
-        return "\n".join(lines)
+
+def _stuck(hub: Hub, devices: Sequence[WorkerDevice], waiting: Mapping[int, Pending | None]) -> str:
+    lines = ["no device can continue:"]
+    for i, pending in waiting.items():
+        assert pending is not None
+        at = devices[i].loaded.executor.at[PC]
+        lines.append(f"  device {devices[i].number} at instruction {at} waits for {pending.name}")
+    return "\n".join(lines + [f"  {line}" for line in hub.waiting()])
 
 
 def alone(devices: Sequence[WorkerDevice], runs: Sequence[Running]) -> list[Report]:

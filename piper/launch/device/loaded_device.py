@@ -44,7 +44,7 @@ class LoadedDevice:
         state: DeviceState,
         comm: Comm,
         runners: Runners,
-        shaker: StreamJitter | None = None,
+        jitter: StreamJitter | None = None,
         *,
         tracked: bool = False,
     ) -> None:
@@ -53,7 +53,7 @@ class LoadedDevice:
         self.program = program
         self.state = state
         self.comm = comm
-        streams = streams_for(state.where, program.streams, shaker, tracked=tracked)
+        streams = streams_for(state.where, program.streams, jitter, tracked=tracked)
         self.executor = Executor(state, comm, streams, runners)
         self._gpus = gpus_of(state.where)
         self._begun: Snapshot | None = None

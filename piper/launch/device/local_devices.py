@@ -42,10 +42,6 @@ class PerDevice(ABC):
         """The argument of a device of this process."""
 
 
-def _argument(given: Any, device: WorkerDevice) -> Any:
-    return given.part(device) if isinstance(given, PerDevice) else given
-
-
 class LocalDevices:
     """The devices of this process."""
 
@@ -68,7 +64,10 @@ class LocalDevices:
 
     def call(self, method: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         """The answers of all devices to one call; a step of several devices may be one answer."""
-        given = [[_argument(x, device) for x in arguments] for device in self.devices]
+        given = [
+            [x.part(device) if isinstance(x, PerDevice) else x for x in arguments]
+            for device in self.devices
+        ]
         with self._current():
             if method in COMPUTING:
                 return self._compute(method, given)

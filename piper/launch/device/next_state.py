@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from piper.base.errors import PiperError
+from piper.launch.device.loaded_device import LoadedDevice
 from piper.launch.device.step_graph import refuse_uncapturable
 from piper.state.checkpoint.index import Index
 from piper.state.checkpoint.slices import Slice, at_device
@@ -29,8 +30,11 @@ class NextState:
     ) -> None:
         """Without ``program`` nothing is allocated. ``present`` is None if the device has no state
         now. With ``capturable``, steps will be captured as CUDA graphs."""
+        self.program = program
         self.index = index
         self._capturable = capturable
+        self.loaded: LoadedDevice | None = None
+        """The device with ``program`` loaded, once all of the state has arrived."""
         self.state: DeviceState | None = None
         self.missing: list[Slice] = []
         """The slices that other devices must send."""

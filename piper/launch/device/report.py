@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -96,17 +96,17 @@ class Report:
     @staticmethod
     def joined(reports: Sequence[Report]) -> Report:
         """One report from the reports of all devices."""
+        names = ("returned", "measured", "kernels", "alive", "gradients", "activations")
+        merged: dict[str, Any] = {
+            name: {key: x for report in reports for key, x in getattr(report, name).items()}
+            for name in names
+        }
         return replace(
             reports[0],
             memory=max(report.memory for report in reports),
             gpus=tuple(gpu for report in reports for gpu in report.gpus),
             rates=max((report.rates for report in reports), key=len),
-            returned={place: x for report in reports for place, x in report.returned.items()},
-            measured={d: row for report in reports for d, row in report.measured.items()},
-            kernels={d: row for report in reports for d, row in report.kernels.items()},
-            alive={d: one for report in reports for d, one in report.alive.items()},
-            gradients={d: one for report in reports for d, one in report.gradients.items()},
-            activations={d: one for report in reports for d, one in report.activations.items()},
+            **merged,
         )
 
 

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from piper.ir.grouped import grouped
 from piper.launch.device.report import ProfileKind, Report, earlier
-from piper.runtime.streams.kernels import kernels_of
+from piper.runtime.streams.kernels import with_kernels
 from piper.runtime.streams.recording import range_name
 
 _MARKS = 5
@@ -30,14 +30,17 @@ def profiled(run: Callable[[], Report], what: ProfileKind, where: torch.device) 
     if what is not ProfileKind.KERNELS:
         return run()
     moments = []
-    with kernels_of(where) as profile:
+
+    def marked() -> Report:
         for i in range(_MARKS):
             moments.append(time.monotonic())
             with record_function(range_name(_NOBODY, i)):
                 pass
-        report = run()
-    marks = {mark.pc: mark.start for mark in profile.ranges if mark.device == _NOBODY}
+        return run()
+
+    report, ranges, kernels = with_kernels(marked, where)
+    marks = {mark.pc: mark.start for mark in ranges if mark.device == _NOBODY}
     ahead = statistics.median(marks[i] - moment for i, moment in enumerate(moments))
-    rows = grouped((kernel.device, kernel) for kernel in profile.kernels)
+    rows = grouped((kernel.device, kernel) for kernel in kernels)
     rows.pop(_NOBODY, None)
     return replace(report, kernels=earlier(rows, ahead))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from piper.base.errors import WorkerError
 from piper.launch.device.weight_readers import FirstWeights
-from piper.launch.device.worker_group import Each, OneTrainer
+from piper.launch.device.worker_group import Each, OneTrainer, WorkerGroup
 from piper.launch.launchers import WorkerOptions
 from piper.launch.messages.calls import Call, dumped
 from piper.launch.messages.pickling import Pickled, sendable
@@ -22,7 +20,7 @@ DeviceAnswers = dict[int, Any] | FailedCall
 """The answer of each device, or why there are none."""
 
 
-class CallingGroup(OneTrainer, ABC):
+class CallingGroup(OneTrainer, WorkerGroup):
     """What worker processes have in common, wherever they run."""
 
     damaged = False  # a failed step ends the workers
@@ -48,15 +46,9 @@ class CallingGroup(OneTrainer, ABC):
         """A folder that this process and all workers see, removed at the end."""
         ...
 
-    @abstractmethod
-    def seat(self, devices: Iterable[int], kind: torch.device) -> None: ...
-
     def rename(self, devices: Mapping[int, int]) -> None:
         """Processes of these devices become those of others, which have none."""
         raise NotImplementedError
-
-    @abstractmethod
-    def close(self, error: BaseException | None = None) -> None: ...
 
     @abstractmethod
     def share(self, weights: FirstWeights) -> Callable[[int], FirstWeights]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from piper.launch.device.report import Refusal
 from piper.launch.device.worker_group import WorkerGroup, answers_of_all, joined
 from piper.launch.state.adapters import ADAPTER, Adapter, adapted_part
 from piper.launch.state.saving import accepted, known_or_first, tensor_of
+from piper.launch.trainer.session import Session
 from piper.program.program import Program
 from piper.state.checkpoint.hf_export import PRETRAINED, lay_out
 from piper.state.checkpoint.slices import MODEL, Slice
@@ -32,55 +34,89 @@ from piper.state.weights.source import Source
 
 
 def export(
-    group: WorkerGroup,
-    program: Program,
-    path: str | Path,
-    rest: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype | None,
-    file_bytes: int,
+    session: Session, path: str | Path, *, dtype: torch.dtype | None, file_gb: float
 ) -> None:
-    """Write the model to the folder ``path``. ``rest`` are tensors that no device holds, if they no
-    longer have their initial values."""
-    target = Path(os.path.abspath(path_of(path)))
-    adapted = None if program.source is None else adapted_part(program.source.model)
-    if adapted is not None:
-        _export_adapter(group, program, target, rest, Adapter(program, *adapted), dtype)
-        return
+    """``Trainer.export``."""
+    with session.undisturbed():
+        session.unread = False
+        group, program = session.whole, session.program
+        target = Path(os.path.abspath(path_of(path)))
+        one = _Export(group, program, session.rest, target, dtype)
+        adapted = None if program.source is None else adapted_part(program.source.model)
+        if adapted is None:
+            one.write(int(file_gb * 10**9))
+        else:
+            one.write_adapter(Adapter(program, *adapted))
 
-    def prepare() -> tuple[Staged, dict[str, Slice]]:
-        staged = stage(target, PRETRAINED)
+
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """A model to write to the folder ``target``."""
+
+    group: WorkerGroup
+    program: Program
+    rest: Mapping[str, Tensor]
+    """Tensors that no device holds, if they no longer have their initial values."""
+    target: Path
+    dtype: torch.dtype | None
+
+    def write(self, file_bytes: int) -> None:
+        """Write all of the model to files of about ``file_bytes``."""
+
+        def prepare() -> tuple[Staged, dict[str, Slice]]:
+            staged = stage(self.target, PRETRAINED)
+            with staged.failing():
+                return staged, lay_out(staged.folder, self._tensors(), file_bytes, staged.named)
+
+        staged, targets = self.group.once(prepare)
+        try:
+            parts = self.group.call(WorkerDevice.export_part, staged.folder, dict(targets))
+        except BaseException:
+            staged.discard()
+            raise
+        self.group.once(lambda rows: self._finish(staged, targets, joined(rows)), parts)
+
+    def write_adapter(self, adapter: Adapter) -> None:
+        """Write the tensors of ``adapter``."""
+        own = self.group.call(WorkerDevice.export, adapter.names)
+        find = tensor_of(self.program, answers_of_all(self.group, own), self.rest)
+
+        def write() -> None:
+            staged = stage(self.target, ADAPTER)
+            with staged.failing():
+                adapter.write(staged.folder, find, self.dtype)
+                staged.commit()
+
+        self.group.once(write)
+
+    def _tensors(self) -> dict[str, Slice]:
+        """Every tensor of the model once, under its first name."""
+        source, names = given_source(self.program), self.program.names
+        known = {**dict(source.parameters()), **dict(source.buffers())}
+        prefix, _ = pretrained_part(source.model)
+        tensors: dict[str, Slice] = {}
+        for key, name in names.keys.items():
+            if name in tensors or key.startswith(LOSS_PREFIX):
+                continue
+            own = known[name].dtype
+            kept = self.dtype if self.dtype is not None and own.is_floating_point else own
+            tensors[name] = Slice.whole(MODEL, key.removeprefix(prefix), names.shapes[key], kept)
+        return tensors
+
+    def _finish(
+        self, staged: Staged, targets: Mapping[str, Slice], parts: Iterable[list[str] | Refusal]
+    ) -> None:
         with staged.failing():
-            tensors = _tensors(program, dtype)
-            return staged, lay_out(staged.folder, tensors, file_bytes, staged.named)
-
-    staged, targets = group.once(prepare)
-    try:
-        parts = group.call(WorkerDevice.export_part, staged.folder, dict(targets))
-    except BaseException:
-        staged.discard()
-        raise
-    group.once(lambda rows: _finish(program, staged, targets, joined(rows), rest, dtype), parts)
-
-
-def _export_adapter(
-    group: WorkerGroup,
-    program: Program,
-    target: Path,
-    rest: Mapping[str, Tensor],
-    adapter: Adapter,
-    dtype: torch.dtype | None,
-) -> None:
-    portions = answers_of_all(group, group.call(WorkerDevice.export, adapter.names))
-    find = tensor_of(program, portions, rest)
-
-    def write() -> None:
-        staged = stage(target, ADAPTER)
-        with staged.failing():
-            adapter.write(staged.folder, find, dtype)
+            written = {name for names in accepted(parts) for name in names}
+            find = known_or_first(self.program, self.rest)
+            with Writer.opened(staged.folder) as out:
+                for name, target in targets.items():
+                    if name not in written:
+                        out.write(Slice.of(MODEL, name, find(name)), target)
+            _, model = pretrained_part(given_source(self.program).model)
+            if model is not None:
+                _write_config(model, staged.folder, self.dtype)
             staged.commit()
-
-    group.once(write)
 
 
 def given_source(program: Program) -> Source:
@@ -88,45 +124,6 @@ def given_source(program: Program) -> Source:
     if program.source is None:
         raise PiperError("this program was loaded without its model: give source= to Program.load")
     return program.source
-
-
-def _tensors(program: Program, dtype: torch.dtype | None) -> dict[str, Slice]:
-    """Every tensor of the model once, under its first name."""
-    source = given_source(program)
-    known = {**dict(source.parameters()), **dict(source.buffers())}
-    prefix, _ = pretrained_part(source.model)
-    tensors = {}
-    for key, name in program.names.keys.items():
-        if name in tensors or key.startswith(LOSS_PREFIX):
-            continue
-        own = known[name].dtype
-        kept = dtype if dtype is not None and own.is_floating_point else own
-        shape = program.names.shapes[key]
-        tensors[name] = Slice.whole(MODEL, key.removeprefix(prefix), shape, kept)
-    return tensors
-
-
-def _finish(
-    program: Program,
-    staged: Staged,
-    targets: Mapping[str, Slice],
-    parts: Iterable[list[str] | Refusal],
-    rest: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-) -> None:
-    folder = staged.folder
-    with staged.failing():
-        written = {name for names in accepted(parts) for name in names}
-        find = known_or_first(program, rest)
-        with Writer.opened(folder) as out:
-            for name, target in targets.items():
-                if name not in written:
-                    out.write(Slice.of(MODEL, name, find(name)), target)
-        assert program.source is not None
-        _, model = pretrained_part(program.source.model)
-        if model is not None:
-            _write_config(model, folder, dtype)
-        staged.commit()
 
 
 def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from piper.base.errors import PiperError
-from piper.launch import running
 from piper.launch.device.device import WorkerDevice
-from piper.launch.state.export_model import export, given_source
+from piper.launch.device.worker_group import answers_of_all
+from piper.launch.state.export_model import given_source
 from piper.launch.state.saving import Save, load, prepare, save, tensor_of, whole_state
 from piper.launch.state.switch import changes_named
 from piper.launch.trainer.batch_shapes import BatchShapes
@@ -58,16 +57,6 @@ def load_state(session: Session, path: Path, *, new_settings: bool) -> Any:
     return from_json(index.data)
 
 
-def export_model(
-    session: Session, path: str | Path, *, dtype: torch.dtype | None, file_gb: float
-) -> None:
-    """``Trainer.export``."""
-    size = int(file_gb * 10**9)
-    with session.undisturbed():
-        session.unread = False
-        export(session.whole, session.program, path, session.rest, dtype=dtype, file_bytes=size)
-
-
 # whole tensors
 
 
@@ -96,7 +85,8 @@ def stream_state(session: Session) -> Iterator[tuple[str, Tensor]]:
 def _exported(session: Session, only: frozenset[str] | None = None) -> list[list[Slice]]:
     """The parameters and buffers of all devices, or those in ``only``, read by the caller."""
     session.unread = False
-    return running.export(session.whole, only)
+    group = session.whole
+    return answers_of_all(group, group.call(WorkerDevice.export, only))
 
 
 def load_state_dict(session: Session, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -108,7 +98,7 @@ def load_state_dict(session: Session, state: Mapping[str, Tensor], *, strict: bo
             group.agreement.refuse_other_tensors(tensors)
         for run in runs(tensors, lambda name: tensors[name].numel(), _AT_ONCE):
             # no device is sent the whole model
-            running.restore(group, {name: tensors[name] for name in run})
+            group.call(WorkerDevice.restore, {name: tensors[name] for name in run})
         held = program.held_names
         rest = {n: x.clone() for n, x in tensors.items() if n not in held}
         session.rest = rest if strict else {**session.rest, **rest}

@@ -156,7 +156,8 @@ def _other_optimizer(old: Program, new: Program) -> str | None:
     other = difference(facts_of(old), facts_of(new))
     if other is None:
         return None
-    return f"its {other.what} is {other.two!s}, the one before has {other.one!s}"
+    name, before, now = other
+    return f"its {name} is {now}, the one before has {before}"
 
 
 def _index(old: Program, new: Program, parts: Sequence[Part | Refusal]) -> Index:

@@ -67,12 +67,18 @@ def _is_built_like(example: Batch, batch: Any) -> bool:
     return True
 
 
-def tensors_of(program: Program, batch: Sequence[Any]) -> list[Tensor]:
-    """The tensors of a whole batch."""
+def tensors_of(program: Program, batch: Sequence[Any], rows: Tensor | None = None) -> list[Tensor]:
+    """The tensors of a batch, which is whole or has only ``rows`` of the whole one."""
+    example = program.example if rows is None else program.example.resized(len(rows))
     try:
-        return list(program.example.like(*batch).tensors)
+        return list(example.like(*batch).tensors)
     except PiperError as error:
-        raise _advised(program, batch, error) from None
+        if rows is None:
+            raise _advised(program, batch, error) from None
+        raise PiperError(
+            f"{error}. With rows=True a batch has {len(rows)} rows here: those of trainer.rows, "
+            "in this order"
+        ) from None
 
 
 def sums_of(
@@ -96,26 +102,11 @@ def sums_of(
         own = range(part * size, (part + 1) * size)
         if all(row in places for row in own):
             at = torch.tensor([places[row] for row in own])
-            taken = [x[at.to(x.device)] if _has(x, rows) else x for x in tensors]
+            has = [x.dim() > 0 and x.shape[0] == len(rows) for x in tensors]
+            taken = [x[at.to(x.device)] if own else x for x, own in zip(tensors, has, strict=True)]
             mine[part] = [x.cpu() for x in totals.part(taken)]
     parts = {part: terms for said in everyone(mine) for part, terms in said.items()}
     return summed(terms for _, terms in sorted(parts.items()))
-
-
-def _has(x: Tensor, rows: Tensor) -> bool:
-    return x.dim() > 0 and x.shape[0] == len(rows)
-
-
-def tensors_of_rows(program: Program, rows: Tensor, batch: Sequence[Any]) -> list[Tensor]:
-    """The tensors of a batch that has only ``rows`` of the whole one."""
-    count = len(rows)
-    try:
-        return list(program.example.resized(count).like(*batch).tensors)
-    except PiperError as error:
-        raise PiperError(
-            f"{error}. With rows=True a batch has {count} rows here: those of trainer.rows, "
-            "in this order"
-        ) from None
 
 
 def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> PiperError:

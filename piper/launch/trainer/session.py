@@ -28,7 +28,6 @@ from piper.launch.trainer.batch_tensors import (
     counted_padding,
     sums_of,
     tensors_of,
-    tensors_of_rows,
 )
 from piper.launch.trainer.notices import Notice, Notices
 from piper.launch.watch.interrupts import held_back
@@ -128,9 +127,7 @@ class Session:
         self, batch: Sequence[Any], program: Program | None = None, *, rows: bool
     ) -> list[Tensor]:
         """The tensors of a batch, or of this process's rows of it."""
-        if rows:
-            return tensors_of_rows(self.program, self.rows, batch)
-        return tensors_of(program or self.program, batch)
+        return tensors_of(program or self.program, batch, self.rows if rows else None)
 
     def sums(self, code: Executables, tensors: list[Tensor], *, rows: bool) -> list[Tensor]:
         """The terms of the totals that ``code`` takes, summed over the whole batch."""

@@ -33,6 +33,7 @@ from piper.launch.loop.fit_options import FitOptions, with_options
 from piper.launch.loop.fit_summary import FitSummary
 from piper.launch.loop.loop import Loop, Rounds
 from piper.launch.state import state_calls
+from piper.launch.state.export_model import export
 from piper.launch.trainer import training_calls
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import refuse_one_batch
@@ -303,4 +304,4 @@ class Trainer:
         library: its configuration, if it has one, and its weights in safetensors files of about
         ``file_gb`` GB, in its own or another ``dtype``. Every device writes its own part. For a
         model with peft adapters, write the active adapter in peft's format instead."""
-        state_calls.export_model(self._session, path, dtype=dtype, file_gb=file_gb)
+        export(self._session, path, dtype=dtype, file_gb=file_gb)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from piper.base.units import listed
 from piper.ir.ops import Collective, Transfer
 from piper.ir.overlaps import received_by, sent_by
 from piper.ir.plan.instructions import Instruction, Verb
@@ -34,5 +35,4 @@ def devices(numbers: tuple[int, ...]) -> str:
     """Device numbers as text for errors; of many, the first eight."""
     if len(numbers) == 1:
         return f"device {numbers[0]}"
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"devices {', '.join(map(str, numbers[:8]))}{more}"
+    return f"devices {listed(numbers[:8], len(numbers))}"

@@ -16,6 +16,7 @@ from piper.launch.device.device import WorkerDevice
 from piper.launch.device.next_state import NextState
 from piper.launch.launchers import ProcessOptions
 from piper.launch.watch.watchdog import Watchdog
+from piper.runtime.comm.communicators import Endpoint
 from piper.runtime.comm.gloo import Gloo, Peers
 from piper.runtime.comm.nccl import Nccl
 from piper.runtime.comm.protocol import Comm
@@ -67,13 +68,13 @@ class ProcessLinks:
         self, job: str, program: DeviceProgram, where: torch.device
     ) -> tuple[Comm, Runners]:
         self.job = job
-        store, number = dist.PrefixStore(job, self.store), program.device
+        end = self._endpoint(program.device, job)
         plans = [plan for plan, _ in program.steps]
         comm: Comm
         if where.type == "cuda":
-            comm = Nccl(number, plans, store, self._timeout, where, program.streams)
+            comm = Nccl(end, plans, where, program.streams)
         else:
-            comm = Gloo(number, plans, store, self._timeout, address=self._address)
+            comm = Gloo(end, plans)
         return comm, Runners(program.compiler, where)
 
     def exchange(
@@ -81,11 +82,14 @@ class ProcessLinks:
     ) -> None:
         if not any(wants.values()):
             return
-        store = dist.PrefixStore(f"{job} switch", self.store)
-        link = Peers(tuple(wants), number, store, self._timeout, address=self._address)
+        link = Peers(self._endpoint(number, f"{job} switch"), tuple(wants))
         gives = self.gives.get(number, ())
         exchange(number, gives, room.missing, parcels(room.index, wants, number), link)
         link.barrier()
+
+    def _endpoint(self, device: int, job: str) -> Endpoint:
+        store = dist.PrefixStore(job, self.store)
+        return Endpoint(device, store, self._timeout, self._address)
 
 
 class TorchrunLinks(ProcessLinks):
@@ -97,29 +101,29 @@ class TorchrunLinks(ProcessLinks):
         store = dist.PrefixStore(f"piper {job}", dist.distributed_c10d._get_default_store())
         local = int(os.environ.get("LOCAL_RANK", "0"))
         super().__init__(store, local, options, alone=here is not None and here == world)
-        self.guard: Watchdog | None = None
+        self.watchdog: Watchdog | None = None
 
     def connect(
         self, job: str, program: DeviceProgram, where: torch.device
     ) -> tuple[Comm, Runners]:
         if where.type != "cuda":
             return super().connect(job, program, where)
-        if self.guard is not None:
-            self.guard.close()
+        if self.watchdog is not None:
+            self.watchdog.close()
         store, seconds = dist.PrefixStore(job, self.store), self._timeout.total_seconds()
-        self.guard = Watchdog(store, program.devices, program.device, seconds)
-        with self.guard.telling():
+        self.watchdog = Watchdog(store, program.devices, program.device, seconds)
+        with self.watchdog.telling():
             _refuse_shared(store, where, program.device, allowed=self._share_gpus)
-        with self.guard.over():  # not around compilation, which may exceed the timeout
+        with self.watchdog.over():  # not around compilation, which may exceed the timeout
             return super().connect(job, program, where)
 
     def look_at(self, running: Sequence[WorkerDevice]) -> None:
         """Watch the device of this process, if it has a program."""
-        if self.guard is not None and running:
-            self.guard.look_at(running[0].loaded)
-        elif self.guard is not None:
-            self.guard.close()
-            self.guard = None
+        if self.watchdog is not None and running:
+            self.watchdog.look_at(running[0].loaded)
+        elif self.watchdog is not None:
+            self.watchdog.close()
+            self.watchdog = None
 
 
 def choose_gpu(local: int, *, share: bool, alone: bool) -> torch.device:

@@ -103,24 +103,24 @@ class TorchrunWorkerGroup(ManyTrainers):
     def _watched(self, method: Callable[..., Any]) -> Iterator[None]:
         """Inside, a device that computes is watched, and the others learn of an error for which
         they would wait."""
-        guard = self._links.guard if method in COMPUTING else None
+        watchdog = self._links.watchdog if method in COMPUTING else None
         try:
-            with nullcontext() if guard is None else guard.over():
+            with nullcontext() if watchdog is None else watchdog.over():
                 yield
         except BaseException as error:
-            if method in STARTING and self._links.guard is not None:
-                self._links.guard.tell(error)
+            if method in STARTING and self._links.watchdog is not None:
+                self._links.watchdog.tell(error)
             raise
 
     def close(self, error: BaseException | None = None) -> None:
-        guard = self._links.guard
+        watchdog = self._links.watchdog
         if self._end_watching is not None:
             self._end_watching()
-        if guard is None:
+        if watchdog is None:
             self.local.close(abandoned=error is not None)
         elif error is None:
-            guard.close()
+            watchdog.close()
             self.local.close()
         else:
-            with guard.closing(error):
+            with watchdog.closing(error):
                 self.local.close(abandoned=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from piper.capture.code.codegen import Runners
 from piper.launch.device.device import WorkerDevice
-from piper.launch.device.driving import InTurns
+from piper.launch.device.driving import in_turns
 from piper.launch.device.local_devices import LocalDevices
 from piper.launch.device.next_state import NextState
 from piper.launch.device.worker_group import BatchRows, OneTrainer
@@ -27,8 +28,8 @@ class VirtualWorkerGroup(OneTrainer):
     def __init__(self, options: Options) -> None:
         self._options = options
         links = self._links = _Links()
-        in_turns = InTurns(lambda: links.hub)
-        self.local = LocalDevices([], in_turns, cuda_graphs=options.cuda_graphs)
+        drive = partial(in_turns, lambda: links.hub)
+        self.local = LocalDevices([], drive, cuda_graphs=options.cuda_graphs)
 
     @property
     def damaged(self) -> bool:

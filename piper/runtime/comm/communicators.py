@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from piper.ir.collectives import Move
 from piper.ir.ops import Collective, Group, Transfer
@@ -34,6 +37,23 @@ class Communicator:
         """A name that all members compute alike, unique in a job."""
         between = ">" if self.message else ","
         return f"{self.stream} {between.join(map(str, self.members))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One process, as a member of communicators."""
+
+    device: int
+    store: dist.Store
+    """Shared by all processes of the job and by no other job."""
+    timeout: timedelta
+    address: str | None = None
+    """That at which it listens on a CPU; None for gloo's choice."""
+
+    def joins(self, one: Communicator) -> tuple[dist.Store, int, int]:
+        """The part of the store for a communicator, its rank in it and the number of members."""
+        keys = dist.PrefixStore(one.name, self.store)
+        return keys, one.members.index(self.device), len(one.members)
 
 
 def channel(stream: str, source: int, to: int) -> Communicator:

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,13 @@ from piper.base.handles import Handle
 from piper.ir.collectives import COLLECTIVES, Move
 from piper.ir.ops import Group
 from piper.ir.plan.plan import Plan
-from piper.runtime.comm.communicators import Communicator, channel, collective, communicators_of
+from piper.runtime.comm.communicators import (
+    Communicator,
+    Endpoint,
+    channel,
+    collective,
+    communicators_of,
+)
 from piper.runtime.comm.protocol import Begin, tensors_of
 
 _IN_FLIGHT = 8
@@ -80,23 +85,11 @@ class Gloo:
 
     any_order = True
 
-    def __init__(
-        self,
-        device: int,
-        plans: Iterable[Plan],
-        store: dist.Store,
-        timeout: timedelta,
-        *,
-        address: str | None = None,
-    ) -> None:
-        """``store`` is shared by all processes of the job and by no other job. ``address`` is that
-        at which this process listens; None for gloo's choice."""
-        self._device = device
-        sockets = _sockets(address)
-        self._backends = {
-            one: _backend(one, device, store, timeout, sockets)
-            for one in communicators_of(plans, device)
-        }
+    def __init__(self, end: Endpoint, plans: Iterable[Plan]) -> None:
+        self._device = end.device
+        sockets = _sockets(end.address)
+        wanted = communicators_of(plans, end.device)
+        self._backends = {one: _backend(one, end, sockets) for one in wanted}
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._sent: dict[str, deque[_Sent]] = {}
         self._to_self: dict[int, Tensor] = {}
@@ -149,19 +142,10 @@ class Gloo:
 class Peers:
     """Messages between any two of ``members``, outside of plans."""
 
-    def __init__(
-        self,
-        members: Group,
-        device: int,
-        store: dist.Store,
-        timeout: timedelta,
-        *,
-        address: str | None = None,
-    ) -> None:
-        """Only the members use ``store``. ``address`` is as in ``Gloo``."""
+    def __init__(self, end: Endpoint, members: Group) -> None:
         self._members = members
         one = Communicator("peers", members, message=False)
-        self._backend = _backend(one, device, store, timeout, _sockets(address))
+        self._backend = _backend(one, end, _sockets(end.address))
 
     def send(self, data: Tensor, to: int, tag: int) -> Handle:
         return _Sent(self._backend.send([data], self._members.index(to), tag))
@@ -184,16 +168,12 @@ def _sockets(address: str | None) -> Any:
     return dist.ProcessGroupGloo.create_default_device()
 
 
-def _backend(
-    one: Communicator, device: int, store: dist.Store, timeout: timedelta, sockets: Any
-) -> Any:
+def _backend(one: Communicator, end: Endpoint, sockets: Any) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
     options._devices = [sockets]
     options._threads = 1  # a stream runs one collective after the other
-    options._timeout = timeout
-    rank = one.members.index(device)
-    keys = dist.PrefixStore(one.name, store)
-    return dist.ProcessGroupGloo(keys, rank, len(one.members), options)
+    options._timeout = end.timeout
+    return dist.ProcessGroupGloo(*end.joins(one), options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +20,13 @@ from piper.ir.collectives import COLLECTIVES, Move
 from piper.ir.ops import Group
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import StreamRule
-from piper.runtime.comm.communicators import Communicator, channel, collective, communicators_of
+from piper.runtime.comm.communicators import (
+    Communicator,
+    Endpoint,
+    channel,
+    collective,
+    communicators_of,
+)
 from piper.runtime.comm.protocol import Begin
 
 _c10d: Any = torch._C._distributed_c10d
@@ -34,21 +39,15 @@ class Nccl:
 
     def __init__(
         self,
-        device: int,
+        end: Endpoint,
         plans: Iterable[Plan],
-        store: dist.Store,
-        timeout: timedelta,
         where: torch.device,
         rules: Mapping[str, StreamRule],
     ) -> None:
-        """``store`` is shared by all processes of the job and by no other job. ``rules`` are the
-        rules of streams, by name."""
-        self._device = device
-        wanted = communicators_of(plans, device)
-        self._backends = {
-            one: _backend(one, device, store, timeout, where, rules.get(one.stream))
-            for one in wanted
-        }
+        """``rules`` are the rules of streams, by name."""
+        self._device = end.device
+        wanted = communicators_of(plans, end.device)
+        self._backends = {one: _backend(one, end, where, rules.get(one.stream)) for one in wanted}
         self._to_self: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
         self._connect(wanted, where)
 
@@ -152,23 +151,14 @@ def _in_order(options: Any) -> Any:
     return options
 
 
-def _backend(
-    one: Communicator,
-    device: int,
-    store: dist.Store,
-    timeout: timedelta,
-    where: torch.device,
-    rule: StreamRule | None,
-) -> Any:
+def _backend(one: Communicator, end: Endpoint, where: torch.device, rule: StreamRule | None) -> Any:
     options: Any = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = end.timeout
     options.group_name = one.name
     options.global_ranks_in_group = list(one.members)
     if rule is not None and isinstance(rule.sms, int):
         options.config.max_ctas = rule.sms
-    rank = one.members.index(device)
-    keys = dist.PrefixStore(one.name, store)
-    backend = dist.ProcessGroupNCCL(keys, rank, len(one.members), options)
+    backend = dist.ProcessGroupNCCL(*end.joins(one), options)
     backend._set_sequence_number_for_group()
     backend.eager_connect_single_device(where)  # else the first step waits for it
     return backend

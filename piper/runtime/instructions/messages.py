@@ -114,7 +114,7 @@ def all_to_all_by_counts(
 
     def in_order(mine: Tensor) -> Callable[[Tensor], Tensor]:
         """A function that puts combined rows back in the order before they were merged."""
-        return partial(unmerged, counts=mine) if runs > 1 and not goes else _as_it_is
+        return partial(unmerged, counts=mine) if runs > 1 and not goes else lambda x: x
 
     def without_waiting() -> Pending:
         mine = slots[counts]
@@ -174,10 +174,6 @@ def all_to_all_by_counts(
         return Pending(name, [handle], finish, keeps=(data,))
 
     return lambda: without_waiting() if op.padded and context.state.capturable else execute()
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def all_to_all(

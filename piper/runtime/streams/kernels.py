@@ -7,9 +7,8 @@ that an instruction calls count as its kernels.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import DeviceType
@@ -17,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from piper.runtime.streams.recording import range_of
 
+T = TypeVar("T")
 _NANO = 1e-9
 
 
@@ -41,27 +41,19 @@ class Range(NamedTuple):
     pc: int
 
 
-class Kernels:
-    """The profiler's results; empty until it has stopped."""
-
-    def __init__(self) -> None:
-        self.kernels: tuple[Kernel, ...] = ()
-        self.ranges: tuple[Range, ...] = ()
-
-
-@contextmanager
-def kernels_of(where: torch.device) -> Iterator[Kernels]:
-    """Profiles the body. The yielded object is filled at the end."""
+def with_kernels(
+    run: Callable[[], T], where: torch.device
+) -> tuple[T, list[Range], Iterator[Kernel]]:
+    """The result of ``run``, the ranges of all instructions in it, and their kernels."""
     activities = [ProfilerActivity.CPU]
     if where.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    profiled = Kernels()
     with profile(activities=activities, acc_events=True) as profiler:
-        yield profiled
+        result = run()
     results: Any = profiler.profiler
     events = list(results.kineto_results.events())
-    profiled.ranges = tuple(sorted(_ranges(events)))
-    profiled.kernels = tuple(_kernels(events, profiled.ranges, gpu=where.type == "cuda"))
+    ranges = sorted(_ranges(events))
+    return result, ranges, _kernels(events, ranges, gpu=where.type == "cuda")
 
 
 def _ranges(events: list[Any]) -> Iterator[Range]:
@@ -71,7 +63,7 @@ def _ranges(events: list[Any]) -> Iterator[Range]:
             yield Range(*_times(event), *known)
 
 
-def _kernels(events: list[Any], ranges: tuple[Range, ...], *, gpu: bool) -> Iterator[Kernel]:
+def _kernels(events: list[Any], ranges: list[Range], *, gpu: bool) -> Iterator[Kernel]:
     starts = [one.start for one in ranges]
     host = [e for e in events if e.device_type() == DeviceType.CPU and range_of(e.name()) is None]
     if not gpu:
@@ -94,7 +86,7 @@ def _kernels(events: list[Any], ranges: tuple[Range, ...], *, gpu: bool) -> Iter
             yield Kernel(inside.device, inside.pc, event.name(), row, start, end)
 
 
-def _inside(ranges: tuple[Range, ...], starts: list[float], moment: float) -> Range | None:
+def _inside(ranges: list[Range], starts: list[float], moment: float) -> Range | None:
     """The instruction that the host ran at ``moment``."""
     index = bisect_right(starts, moment) - 1
     return ranges[index] if index >= 0 and moment <= ranges[index].end else None

@@ -55,7 +55,13 @@ def divide(total: int, unit: int, remainder: int, asked: Mapping[str, Sms]) -> d
 
 class Shares:
     """The SM shares that ``rules`` ask for on one GPU, from one split of it. If no stream asks for
-    a share, the driver is not called."""
+    a share, the driver is not called.
+
+    Green contexts and their streams stay until the process ends, about 6 MB for each share, because
+    tensors may outlive this object. When a tensor is freed, torch records an event on every stream
+    that used it, and the process aborts if such a stream is gone. torch never destroys the streams
+    of its own pool either.
+    """
 
     def __init__(self, device: torch.device, rules: Mapping[str, StreamRule]) -> None:
         self._device = device
@@ -98,16 +104,6 @@ class Shares:
     def sms_of(self, name: str) -> int:
         """The number of SMs that the stream ``name`` actually has."""
         return sum(int(part.sm.smCount) for part in self._parts[name])
-
-    def close(self) -> None:
-        """Forget the green contexts. The driver keeps them and their streams until the process
-        ends, about 6 MB for each share.
-
-        They are not destroyed, because tensors may outlive them. When a tensor is freed, torch
-        records an event on every stream that used it, and the process aborts if such a stream is
-        gone. torch never destroys the streams of its own pool either.
-        """
-        self._contexts.clear()
 
     def _context(self, name: str) -> Any:
         """The green context of a share, created once."""

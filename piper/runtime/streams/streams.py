@@ -99,7 +99,7 @@ class CudaStreams(Streams):
         self,
         device: torch.device,
         rules: Mapping[str, StreamRule],
-        shaker: StreamJitter | None = None,
+        jitter: StreamJitter | None = None,
         *,
         tracked: bool = False,
     ) -> None:
@@ -107,7 +107,7 @@ class CudaStreams(Streams):
         self._rules = rules
         self._shares = Shares(device, rules)
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self.shaker = shaker
+        self.jitter = jitter
         self.tracked = tracked
         """Whether to track how far the device has come."""
         self.caller = torch.cuda.current_stream(device)
@@ -195,8 +195,8 @@ class CudaBoundStreams(BoundStreams):
             try:
                 for other in before:
                     on.wait_event(other)
-                if streams.shaker is not None:
-                    streams.shaker.delay()
+                if streams.jitter is not None:
+                    streams.jitter.delay()
                 kept = [slots[slot] for slot in reads]
                 begun = execute()
                 if begun is not None:
@@ -337,19 +337,19 @@ def _tensors(content: Any) -> list[Tensor]:
 def streams_for(
     device: torch.device,
     rules: Mapping[str, StreamRule],
-    shaker: StreamJitter | None = None,
+    jitter: StreamJitter | None = None,
     *,
     tracked: bool = False,
 ) -> Streams:
     """The logical streams of ``device``."""
     if device.type == "cuda":
-        return CudaStreams(device, rules, shaker, tracked=tracked)
+        return CudaStreams(device, rules, jitter, tracked=tracked)
     limited = [name for name, rule in rules.items() if rule.sms is not None]
     if limited:
         raise PiperError(
             f"stream {limited[0]!r} asks for a share of a GPU (sms={rules[limited[0]].sms}), but "
             f"this device is {device}: leave sms out"
         )
-    if shaker is not None:
+    if jitter is not None:
         raise PiperError(f"shake= delays CUDA streams, but this device is {device}: leave it out")
     return Streams()
