@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,14 +44,6 @@ def in_dtype(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree if dtype is None else pytree.tree_map(changed, tree)
 
 
-@dataclass(frozen=True, slots=True)
-class PlainStep:
-    """The loss and the gradient norm of one step."""
-
-    loss: Tensor
-    norm: Tensor
-
-
 class PlainTraining:
     """Trains ``given`` in place, on ``device``."""
 
@@ -70,8 +62,8 @@ class PlainTraining:
         if self._optimizer is not None and given.scheduler is not None:
             self._scheduler = given.scheduler(self._optimizer)
 
-    def step(self, batch: Batch) -> PlainStep:
-        """Train on one batch."""
+    def step(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Train on one batch; returns the loss and the gradient norm."""
         leaves = [x.to(self._device) if isinstance(x, Tensor) else x for x in batch.leaves]
         args, kwargs, targets = batch.spec.unflatten(leaves)
         returned: Any = self._loss(self._given.model(*args, **kwargs), *targets)
@@ -86,7 +78,7 @@ class PlainTraining:
             parameter.grad = None
         if self._scheduler is not None:
             self._scheduler.step()
-        return PlainStep(loss.detach(), norm)
+        return loss.detach(), norm
 
     @property
     def state(self) -> dict[str, Tensor]:

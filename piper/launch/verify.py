@@ -24,7 +24,7 @@ from piper.base.units import class_text, counted
 from piper.capture.batch import Batch
 from piper.capture.chosen_regions import LAYER, chosen_tags
 from piper.launch.launch import launch
-from piper.launch.plain_training import PlainStep, PlainTraining, copied, in_dtype, observed
+from piper.launch.plain_training import PlainTraining, copied, in_dtype, observed
 from piper.launch.trainer.step_result import StepResult
 from piper.launch.trainer.trainer import Trainer
 from piper.program.compile.compile_arguments import CompileArguments
@@ -164,13 +164,12 @@ class _Run:
                 theirs.model.load_state_dict(trainer.state_dict(), strict=False)
             plain = PlainTraining(theirs, self.program.device)
             for step, batch in enumerate(self.batches):
-                result, expected = self._stepped(trainer, plain, batch)
-                differences[f"loss of step {step}"] = _difference(result.loss, expected.loss)
+                result, loss, norm = self._stepped(trainer, plain, batch)
+                differences[f"loss of step {step}"] = _difference(result.loss, loss)
                 if result.grad_norm is not None:
-                    norm = _difference(result.grad_norm, expected.norm)
-                    differences[f"{_NORM} of step {step}"] = norm
+                    differences[f"{_NORM} of step {step}"] = _difference(result.grad_norm, norm)
             differences |= _by_name(trainer.state_dict(), plain.state)
-        return differences, expected.loss.dtype
+        return differences, loss.dtype
 
     def _parted(self, tolerance: float) -> str:
         """The first module and pass in which one step differs. Blocks report the mean square of
@@ -187,11 +186,11 @@ class _Run:
         with self._launched(mine) as trainer:
             plain = PlainTraining(theirs, self.program.device)
             before = plain.state
-            result, expected = self._stepped(trainer, plain, self.batches[0])
+            result, loss, _ = self._stepped(trainer, plain, self.batches[0])
             for path, x in seen.items():
                 if _difference(result.outputs[path], x) > tolerance:
                     return f"the forward of {path}"
-            if _difference(result.loss, expected.loss) > tolerance:
+            if _difference(result.loss, loss) > tolerance:
                 return "the forward after the last block, or the loss"
             changes = [
                 {name: x - before[name] for name, x in state.items() if x.is_floating_point()}
@@ -216,10 +215,10 @@ class _Run:
 
     def _stepped(
         self, trainer: Trainer, plain: PlainTraining, batch: Batch
-    ) -> tuple[StepResult, PlainStep]:
-        """A step of both on the same batch."""
+    ) -> tuple[StepResult, Tensor, Tensor]:
+        """A step of both on the same batch: its result, and the loss and norm of ``plain``."""
         here = Batch(in_dtype(batch.leaves, self.dtype), batch.spec, batch.bare)
-        return trainer.step(*here.given), plain.step(here)
+        return trainer.step(*here.given), *plain.step(here)
 
 
 def _by_name(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:

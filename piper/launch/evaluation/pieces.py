@@ -19,10 +19,10 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.capture.batch import Batch, Pad
+from piper.ir.grouped import grouped
 from piper.launch.device.report import Report
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import padded, rows_in, tokens_of
-from piper.launch.trainer.step_result import rows_by_value
 from piper.program.program import Program
 
 
@@ -141,7 +141,10 @@ class EvaluationSums:
     def add(self, report: Report, program: Program, piece: RowPiece) -> None:
         """Add the report of ``piece``."""
         report.scalars()
-        for value, rows in rows_by_value(report.returned).items():
+        returned = report.returned
+        blocks = grouped((value, returned[value, i].detach()) for value, i in sorted(returned))
+        for value, parts in blocks.items():
+            rows = torch.cat([x.to(parts[0].device) for x in parts])
             self._rows.setdefault(value, []).append(rows[: piece.kept])
         if piece.kept != piece.weight:  # single numbers would include the padding
             report = replace(report, outputs={})

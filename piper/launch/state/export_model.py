@@ -21,7 +21,7 @@ from piper.base.reading import torch_name
 from piper.ir.dag.facts import LOSS_PREFIX
 from piper.launch.device.device import WorkerDevice
 from piper.launch.device.report import Refusal
-from piper.launch.device.worker_group import WorkerGroup, answers_of_all, joined
+from piper.launch.device.worker_group import WorkerGroup, joined
 from piper.launch.state.adapters import ADAPTER, Adapter, adapted_part
 from piper.launch.state.saving import accepted, known_or_first, tensor_of
 from piper.launch.trainer.session import Session
@@ -78,8 +78,7 @@ class _Export:
 
     def write_adapter(self, adapter: Adapter) -> None:
         """Write the tensors of ``adapter``."""
-        own = self.group.call(WorkerDevice.export, adapter.names)
-        find = tensor_of(self.program, answers_of_all(self.group, own), self.rest)
+        find = tensor_of(self.group, self.program, self.rest, adapter.names)
 
         def write() -> None:
             staged = stage(self.target, ADAPTER)

@@ -44,19 +44,16 @@ T = TypeVar("T")
 # whole tensors in memory
 
 
-def whole_state(
-    program: Program, parts: Sequence[Sequence[Slice]], rest: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The model's tensors, assembled from the slices of all devices. Tensors that no device holds
-    come from ``rest``, or have their initial values."""
-    return program.names.named(tensor_of(program, parts, rest))
-
-
 def tensor_of(
-    program: Program, parts: Sequence[Sequence[Slice]], rest: Mapping[str, Tensor]
+    group: WorkerGroup,
+    program: Program,
+    rest: Mapping[str, Tensor],
+    only: frozenset[str] | None = None,
 ) -> Callable[[str], Tensor]:
-    """A function from a tensor's first name to the whole tensor, assembled from the devices'
-    slices."""
+    """A function from a tensor's first name to the whole tensor, assembled from the slices of all
+    devices: of any tensor, or of those in ``only``. Tensors that no device holds come from
+    ``rest``, or have their initial values."""
+    parts = answers_of_all(group, group.call(WorkerDevice.export, only))
     held = assembled(one for slices in reversed(parts) for one in slices)
     find = known_or_first(program, {**rest, **held})
     return lambda name: find(name).cpu().clone()

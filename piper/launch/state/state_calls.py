@@ -3,7 +3,7 @@ program."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from piper.base.errors import PiperError
 from piper.launch.device.device import WorkerDevice
-from piper.launch.device.worker_group import answers_of_all
 from piper.launch.state.export_model import given_source
-from piper.launch.state.saving import Save, load, prepare, save, tensor_of, whole_state
+from piper.launch.state.saving import Save, load, prepare, save, tensor_of
 from piper.launch.state.switch import changes_named
 from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.session import Session
 from piper.program.program import Program
 from piper.state.checkpoint.plain_values import from_json
-from piper.state.checkpoint.slices import Slice, runs
+from piper.state.checkpoint.slices import runs
 from piper.state.optimizer.ema import EMA
 
 _AT_ONCE = 4 * 1024 * 1024
@@ -64,7 +63,7 @@ def state_dict(session: Session) -> dict[str, Any]:
     """``Trainer.state_dict``."""
     program = session.program
     with session.undisturbed():
-        state = whole_state(program, _exported(session), session.rest)
+        state = program.names.named(_tensor_of(session))
     return state if program.source is None else program.names.with_added(program.source, state)
 
 
@@ -74,19 +73,17 @@ def stream_state(session: Session) -> Iterator[tuple[str, Tensor]]:
     for keys in runs(names.keys, names.elements.__getitem__, _AT_ONCE):
         only = frozenset(names.keys[key] for key in keys)
         with session.undisturbed():
-            parts = _exported(session, only)
-            find = tensor_of(session.program, parts, session.rest)
+            find = _tensor_of(session, only)
         for key in keys:
             with session.undisturbed():
                 tensor = find(names.keys[key])
             yield key, tensor
 
 
-def _exported(session: Session, only: frozenset[str] | None = None) -> list[list[Slice]]:
-    """The parameters and buffers of all devices, or those in ``only``, read by the caller."""
+def _tensor_of(session: Session, only: frozenset[str] | None = None) -> Callable[[str], Tensor]:
+    """``saving.tensor_of``, for the caller to read."""
     session.unread = False
-    group = session.whole
-    return answers_of_all(group, group.call(WorkerDevice.export, only))
+    return tensor_of(session.whole, session.program, session.rest, only)
 
 
 def load_state_dict(session: Session, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -108,7 +105,7 @@ def model(session: Session) -> nn.Module:
     """``Trainer.model``."""
     source = given_source(session.program)
     with session.undisturbed():
-        find = tensor_of(session.program, _exported(session), session.rest)
+        find = _tensor_of(session)
         known = dict((*source.parameters(), *source.buffers()))
         tensors = {name: find(name).to(own.dtype) for name, own in known.items()}
         return source.with_tensors(tensors).model.eval()

@@ -13,7 +13,6 @@ from piper.base.errors import PiperError
 from piper.capture.code.executables import ChunkSignature
 from piper.cost.presets import known_gpu
 from piper.cost.tasks import computed_in
-from piper.ir.grouped import grouped
 from piper.launch.device.report import Report
 from piper.launch.watch.region_statistics import (
     ActivationStatistics,
@@ -31,15 +30,6 @@ def _module(piece: ChunkSignature) -> str:
     paths = [name.split(".")[:-1] for name in piece.parameters]
     same = itertools.takewhile(lambda steps: len(set(steps)) == 1, zip(*paths, strict=False))
     return ".".join(steps[0] for steps in same) or piece.name
-
-
-def rows_by_value(returned: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:
-    """The outputs with rows, by value, concatenated from the row blocks."""
-    blocks = grouped((value, returned[value, i].detach()) for value, i in sorted(returned))
-    return {
-        value: torch.cat([rows.to(parts[0].device) for rows in parts])
-        for value, parts in blocks.items()
-    }
 
 
 class StepResult:
