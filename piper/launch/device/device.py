@@ -26,9 +26,11 @@ from piper.launch.device.step_graph import refuse_uncapturable
 from piper.launch.launchers import Options
 from piper.launch.state.writing import written_by
 from piper.runtime.comm.protocol import Comm
+from piper.runtime.executor import Executor
 from piper.runtime.feeding import rows_read
 from piper.runtime.pending import Pending
 from piper.runtime.streams.stream_jitter import StreamJitter
+from piper.runtime.streams.streams import streams_for
 from piper.state.checkpoint.index import GroupEntry, Index, Part
 from piper.state.checkpoint.slices import Slice
 from piper.state.checkpoint.verify_files import damage
@@ -137,9 +139,8 @@ class WorkerDevice:
         comm, runners = self.links.connect(job, program, where)
         seed = self._options.shake
         jitter = None if seed is None else StreamJitter(seed, self.number)
-        return LoadedDevice(
-            program, state(where), comm, runners, jitter, tracked=self.links.tracked
-        )
+        streams = streams_for(where, program.streams, jitter, tracked=self.links.tracked)
+        return LoadedDevice(program, Executor(state(where), comm, streams, runners))
 
     def rows_read(self) -> set[int]:
         """The numbers of the rows of a batch that this device reads."""

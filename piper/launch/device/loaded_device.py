@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 
 from piper.base.tracking import Alive, Tracker
-from piper.capture.code.codegen import Runners
 from piper.ir.dag.values import Content
 from piper.ir.plan.plan import Plan
 from piper.launch.device.report import ProfileKind, Report
 from piper.runtime.activation_sums import ActivationSums
 from piper.runtime.comm.nccl import Nccl
-from piper.runtime.comm.protocol import Comm
 from piper.runtime.context import Scalars
 from piper.runtime.counters import AWAITED, PC, PLAN
 from piper.runtime.executor import Executor, LoadedPlan, Observer
 from piper.runtime.feeding import block_of
 from piper.runtime.pending import Pending
 from piper.runtime.streams.recording import recorder_for
-from piper.runtime.streams.stream_jitter import StreamJitter
-from piper.runtime.streams.streams import streams_for
-from piper.state.device.device_state import DeviceState
 from piper.state.device.element_sums import ElementSums
 from piper.state.device.snapshot import Snapshot
 from piper.state.device_program import DeviceProgram
@@ -38,23 +33,12 @@ _TRAINING, _EVALUATION, _SAVING = range(3)
 class LoadedDevice:
     """An executor with one device's training and evaluation plans."""
 
-    def __init__(
-        self,
-        program: DeviceProgram,
-        state: DeviceState,
-        comm: Comm,
-        runners: Runners,
-        jitter: StreamJitter | None = None,
-        *,
-        tracked: bool = False,
-    ) -> None:
-        """``tracked`` says that others read the program counter, on a GPU."""
+    def __init__(self, program: DeviceProgram, executor: Executor) -> None:
         self.number = program.device
         self.program = program
-        self.state = state
-        self.comm = comm
-        streams = streams_for(state.where, program.streams, jitter, tracked=tracked)
-        self.executor = Executor(state, comm, streams, runners)
+        self.executor = executor
+        self.state = state = executor.state
+        self.comm = executor.comm
         self._gpus = gpus_of(state.where)
         self._begun: Snapshot | None = None
         """The snapshot of the last save. Copies of state that no step changes may still be under

@@ -37,7 +37,7 @@ def evaluate(session: Session, given: Sequence[Any], *, pad: Pad | None, rows: b
         report = sums.report(session.program)
         session.failed = False
         seconds = time.perf_counter() - start
-        return StepResult(report, session.program, seconds, sums.tokens, sums.rows, evaluated=True)
+        return StepResult(report, session.program, seconds, sums.tokens, evaluated=True)
 
 
 def _pieces(

@@ -158,7 +158,7 @@ class EvaluationSums:
             raise PiperError("there is nothing to evaluate: the loader gives no batch")
         reports, pieces = zip(*self._reports, strict=True)
         if len(reports) == 1 and pieces[0].copies == 1:
-            return reports[0]
+            return replace(reports[0], returned=self._returned)
         counted = program.codes[0].count is not None
         shares = [piece.weight / self._weight for piece in pieces]
         parts = [1 / piece.copies for piece in pieces]
@@ -169,13 +169,14 @@ class EvaluationSums:
             outputs=_weighted([x.outputs for x in reports], shares),
             load={chunk: x.round().to(reports[0].load[chunk].dtype) for chunk, x in load.items()},
             memory=max(x.memory for x in reports),
+            returned=self._returned,
         )
 
     @property
-    def rows(self) -> dict[int, Tensor]:
-        """By value, the rows of the outputs in the order given."""
+    def _returned(self) -> dict[tuple[int, int], Tensor]:
+        """By value, the rows of the outputs in the order given, as one block."""
         return {
-            value: torch.cat([x.to(parts[0].device) for x in parts])
+            (value, 0): torch.cat([x.to(parts[0].device) for x in parts])
             for value, parts in self._rows.items()
         }
 

@@ -45,14 +45,11 @@ class StepResult:
         program: Program,
         seconds: float,
         tokens: int,
-        rows: Mapping[int, Tensor] | None = None,
         *,
         evaluated: bool = False,
     ) -> None:
-        """``rows`` are the outputs with rows, by value."""
         self._report = report
         self._program = program
-        self._rows = rows or {}
         self.evaluated = evaluated
         """Whether this is the result of an evaluation."""
         self.seconds = seconds
@@ -117,8 +114,8 @@ class StepResult:
         code = self._program.codes[self.evaluated]
         outputs = {}
         for name, value in code.outputs.items():
-            if value in self._rows:
-                outputs[name] = self._rows[value]
+            if (value, 0) in self._report.returned:
+                outputs[name] = self._report.returned[value, 0]
             elif value in self._report.outputs:
                 dtype = next(iter(code.values.values()))[value].dtype
                 mean = self._report.outputs[value]

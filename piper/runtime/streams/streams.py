@@ -95,21 +95,15 @@ class Streams:
 class CudaStreams(Streams):
     """Logical streams as CUDA streams, waits as events."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        rules: Mapping[str, StreamRule],
-        jitter: StreamJitter | None = None,
-        *,
-        tracked: bool = False,
-    ) -> None:
+    jitter: StreamJitter | None = None
+    tracked = False
+    """Whether to track how far the device has come."""
+
+    def __init__(self, device: torch.device, rules: Mapping[str, StreamRule]) -> None:
         self._device = device
         self._rules = rules
         self._shares = Shares(device, rules)
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self.jitter = jitter
-        self.tracked = tracked
-        """Whether to track how far the device has come."""
         self.caller = torch.cuda.current_stream(device)
 
     def begin(self) -> None:
@@ -337,13 +331,15 @@ def _tensors(content: Any) -> list[Tensor]:
 def streams_for(
     device: torch.device,
     rules: Mapping[str, StreamRule],
-    jitter: StreamJitter | None = None,
+    jitter: StreamJitter | None,
     *,
-    tracked: bool = False,
+    tracked: bool,
 ) -> Streams:
-    """The logical streams of ``device``."""
+    """The logical streams of ``device``. ``tracked`` says that others read its program counter."""
     if device.type == "cuda":
-        return CudaStreams(device, rules, jitter, tracked=tracked)
+        streams = CudaStreams(device, rules)
+        streams.jitter, streams.tracked = jitter, tracked
+        return streams
     limited = [name for name, rule in rules.items() if rule.sms is not None]
     if limited:
         raise PiperError(
