@@ -144,13 +144,12 @@ def check_limits(data: Any) -> None:
     raise _too_deep()
 
 
-def rows(items: Any, read: Callable[[Any], Any] | None = None) -> list[Any]:
-    """A list whose items are each read by ``read``, if given."""
+def rows(items: Any, read: Callable[[Any], Any]) -> list[Any]:
+    """A list whose items are each read by ``read``."""
     if type(items) is not list:
         raise wrong(items, "a list")
-    return items if read is None else [_read(read, place, x) for place, x in enumerate(items)]
-
-
-def _read(read: Callable[[Any], Any], place: int, item: Any) -> Any:
-    with within(place):
-        return read(item)
+    made = []
+    for place, item in enumerate(items):
+        with within(place):
+            made.append(read(item))
+    return made

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from piper.base.errors import PiperError, warn
 from piper.launch.loop.fit import Checkpoints, StateOf, Stop
-from piper.launch.loop.fit_summary import Ended
 from piper.launch.trainer.session import Session
 from piper.launch.watch.interrupts import held_back
 from piper.launch.watch.progress_bar import Display
@@ -30,19 +29,6 @@ class Vote(IntEnum):
     """There are no more batches."""
     LEFT = 3
     """The caller stopped iterating, or an error ended the loop."""
-
-    @property
-    def reason(self) -> Ended:
-        """Why a loop ends with this vote."""
-        return _REASONS[self]
-
-
-_REASONS = {
-    Vote.GO: Ended.STEPS,
-    Vote.ASKED: Ended.ASKED,
-    Vote.OVER: Ended.BATCHES,
-    Vote.LEFT: Ended.BATCHES,  # not reported: the loop ends with an error
-}
 
 
 class Ending:

@@ -162,13 +162,14 @@ class Rounds:
         return min((end for end in ends if end is not None), default=None)
 
     def _reason(self) -> Ended:
-        vote = self._ending.vote
-        if vote is Vote.GO and self._held_out.impatient:
-            return Ended.PATIENCE
-        epochs = self._options.epochs
+        vote, epochs = self._ending.vote, self._options.epochs
+        if vote is Vote.GO:
+            return Ended.PATIENCE if self._held_out.impatient else Ended.STEPS
+        if vote is Vote.ASKED:
+            return Ended.ASKED
         if vote is Vote.OVER and epochs is not None and self._position.epochs >= epochs:
             return Ended.EPOCHS
-        return vote.reason
+        return Ended.BATCHES  # after Vote.LEFT not reported: the loop ends with an error
 
     def _round(self) -> StepResult | None:
         """Train on the next batch; None if there is none, if another process ends here, or if the
