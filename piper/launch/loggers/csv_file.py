@@ -39,7 +39,9 @@ class CSV(Logger):
         if same:
             self._file.truncate(self._start)
         if missing := [name for name in self._row if name not in self._columns]:
-            self._widen(missing)
+            rows = self._rows()
+            self._columns += missing
+            self._write_again(rows)
         self._file.seek(0, os.SEEK_END)
         self._start = self._file.tell()
         csv.DictWriter(self._file, self._columns).writerow(self._row)
@@ -77,12 +79,6 @@ class CSV(Logger):
                 self._row = {**known, "step": step}
         if rows:
             self._write_again(before)
-
-    def _widen(self, names: list[str]) -> None:
-        """Add columns."""
-        rows = self._rows()
-        self._columns += names
-        self._write_again(rows)
 
     def _rows(self) -> list[dict[str, str]]:
         """The rows of the file; the last one is left out if a killed run left only a part of it."""

@@ -47,11 +47,18 @@ class Watchdog:
     @contextmanager
     def over(self) -> Iterator[None]:
         """Like ``telling``; also watch the GPU work submitted inside until the GPU finishes it."""
-        handed = _Handed(self._signal)
-        self._monitor.watch(handed.over)
+        ends: list[Query] = []
+        self._monitor.watch(lambda: bool(ends) and all(over() for over in ends))
         with self.telling():
             yield
-        handed.record(self._heartbeat.device)
+        ends += self._submitted()
+
+    def _submitted(self) -> list[Query]:
+        """Whether the GPU has finished the work that the host has submitted, and the reports of the
+        last plan, which may finish after everything else; work submitted later does not count."""
+        end, device = self._signal.send(torch.cuda.current_stream()), self._heartbeat.device
+        reports = [] if device is None else [device.running.bound.ended()]
+        return [lambda: self._signal.reached >= end, *reports]
 
     def close(self) -> None:
         """Stop watching; there was no error."""
@@ -76,28 +83,6 @@ class Watchdog:
     def tell(self, error: BaseException) -> None:
         """Report an error to the other processes."""
         self._heartbeat.tell(f"device {self._number} failed: {type(error).__name__}: {error}")
-
-
-class _Handed:
-    """GPU work that the host submits."""
-
-    def __init__(self, signal: Signal) -> None:
-        self._signal = signal
-        self._ends: tuple[int, Query | None] | None = None
-
-    def record(self, device: LoadedDevice | None) -> None:
-        """The host has submitted all of the work, including the last plan that ``device`` runs.
-        The plan's reports may finish after everything else; work submitted later does not count."""
-        end = self._signal.send(torch.cuda.current_stream())
-        reports = None if device is None else device.running.bound.ended()
-        self._ends = end, reports
-
-    def over(self) -> bool:
-        """Whether the GPU has finished the work."""
-        if self._ends is None:
-            return False
-        end, reports = self._ends
-        return self._signal.reached >= end and (reports is None or reports())
 
 
 def end_process(problem: str) -> None:
