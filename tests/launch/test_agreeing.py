@@ -18,7 +18,7 @@ from torch import nn
 import piper
 from piper import PiperError
 from piper.launch.agreement import _refuse_other_rows, of_tensor
-from piper.launch.optimizer_facts import Difference, OptimizerFacts, difference, facts_of
+from piper.launch.optimizer_facts import OptimizerFacts, difference, facts_of
 from piper.runtime.feeding import cut, rows_read
 
 ROOT = Path(__file__).parents[2]
@@ -137,9 +137,9 @@ def test_what_an_optimizer_does_is_compared_and_not_its_code() -> None:
 
     first = facts(0.1, 50)
     assert difference(first, facts(0.1, 50)) is None
-    assert difference(first, facts(0.2, 50)) == Difference("SGD's lr", 0.1, 0.2)
-    assert difference(first, facts(0.1, 60)) == Difference("learning rate in step 51", [0.0], [0.1])
-    assert difference(first, facts(0.1, 50, trust=3)) == Difference("SGD's trust", None, 3)
+    assert difference(first, facts(0.2, 50)) == ("SGD's lr", 0.1, 0.2)
+    assert difference(first, facts(0.1, 60)) == ("learning rate in step 51", [0.0], [0.1])
+    assert difference(first, facts(0.1, 50, trust=3)) == ("SGD's trust", None, 3)
 
 
 def test_every_number_and_its_row_counts() -> None:
