@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,6 @@ from torch.utils import _pytree as pytree
 from piper.base.errors import PiperError
 from piper.base.units import class_text
 from piper.capture.batch import Batch, Pad
-from piper.capture.code.executables import Executables
-from piper.capture.code.totals import summed
 from piper.program.program import Program
 
 _IGNORED = -100
@@ -79,34 +77,6 @@ def tensors_of(program: Program, batch: Sequence[Any], rows: Tensor | None = Non
             f"{error}. With rows=True a batch has {len(rows)} rows here: those of trainer.rows, "
             "in this order"
         ) from None
-
-
-def sums_of(
-    program: Program,
-    code: Executables,
-    tensors: list[Tensor],
-    rows: Tensor | None,
-    everyone: Callable[[Any], list[Any]],
-) -> list[Tensor]:
-    """The terms of the totals that ``code`` takes as inputs, summed over a batch. Each process has
-    all of it, or only some ``rows``; ``everyone`` all-gathers an object over the processes."""
-    totals, whole = code.totals, program.example.size
-    if totals is None:
-        return []
-    if rows is None:
-        return totals.sums(tensors, whole)
-    places = {row: place for place, row in enumerate(rows.tolist())}
-    size = whole // totals.parts
-    mine: dict[int, list[Tensor]] = {}
-    for part in range(totals.parts):
-        own = range(part * size, (part + 1) * size)
-        if all(row in places for row in own):
-            at = torch.tensor([places[row] for row in own])
-            has = [x.dim() > 0 and x.shape[0] == len(rows) for x in tensors]
-            taken = [x[at.to(x.device)] if own else x for x, own in zip(tensors, has, strict=True)]
-            mine[part] = [x.cpu() for x in totals.part(taken)]
-    parts = {part: terms for said in everyone(mine) for part, terms in said.items()}
-    return summed(terms for _, terms in sorted(parts.items()))
 
 
 def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> PiperError:

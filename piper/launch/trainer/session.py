@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,16 +19,13 @@ from piper.base.errors import PiperError
 from piper.base.modes import without_modes
 from piper.capture.batch import Pad
 from piper.capture.code.executables import Executables
+from piper.capture.code.totals import summed
 from piper.launch import running
 from piper.launch.device.worker_group import WorkerGroup, everyone
 from piper.launch.state.background_saves import BackgroundSave
 from piper.launch.state.switch import Change, switch
 from piper.launch.trainer.batch_shapes import BatchShapes
-from piper.launch.trainer.batch_tensors import (
-    counted_padding,
-    sums_of,
-    tensors_of,
-)
+from piper.launch.trainer.batch_tensors import counted_padding, tensors_of
 from piper.launch.trainer.notices import Notice, Notices
 from piper.launch.watch.interrupts import held_back
 from piper.program.program import Program
@@ -131,8 +128,25 @@ class Session:
 
     def sums(self, code: Executables, tensors: list[Tensor], *, rows: bool) -> list[Tensor]:
         """The terms of the totals that ``code`` takes, summed over the whole batch."""
-        own, gather = self.rows if rows else None, partial(everyone, self.devices)
-        return sums_of(self.program, code, tensors, own, gather)
+        totals, whole = code.totals, self.program.example.size
+        if totals is None:
+            return []
+        if not rows:
+            return totals.sums(tensors, whole)
+        places = {row: place for place, row in enumerate(self.rows.tolist())}
+        has = [x.dim() > 0 and x.shape[0] == len(places) for x in tensors]
+        size = whole // totals.parts
+        mine: dict[int, list[Tensor]] = {}
+        for part in range(totals.parts):
+            own = range(part * size, (part + 1) * size)
+            if all(row in places for row in own):
+                at = torch.tensor([places[row] for row in own])
+                taken = [x[at.to(x.device)] if h else x for x, h in zip(tensors, has, strict=True)]
+                mine[part] = [x.cpu() for x in totals.part(taken)]
+        parts = {
+            part: terms for said in everyone(self.devices, mine) for part, terms in said.items()
+        }
+        return summed(terms for _, terms in sorted(parts.items()))
 
     def look_at_padding(self, batch: Sequence[Any], pad: Pad | None) -> None:
         """Warn if the loss counts padding."""
