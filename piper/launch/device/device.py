@@ -196,8 +196,9 @@ class WorkerDevice:
             return Refusal(str(error))
 
     def begin_part(self, folder: Path, plan: Plan) -> None:
-        """Begin to save this device's part of a checkpoint as it is now: the next step, by
-        ``plan``, or an earlier call that needs it copies the state, and then it is written."""
+        """Begin to save this device's part of a checkpoint as it is now. The next step runs
+        ``plan``, which also copies the state, unless another call must copy it first. A thread then
+        writes the copy."""
         self._writing = written_by(self._begun_part(folder, plan))
 
     def _begun_part(self, folder: Path, plan: Plan) -> Callable[[], Part | Refusal]:

@@ -39,7 +39,7 @@ class HeldOut:
 
     @property
     def monitored(self) -> tuple[float, ...]:
-        """The number of each evaluation that ``monitor`` chose, if it did."""
+        """The monitored number of each evaluation; empty without ``monitor``."""
         return () if self._options.monitor is None else tuple(self._scores)
 
     @property

@@ -53,7 +53,7 @@ class FitSummary:
     call."""
     ended: Ended
     monitored: tuple[float, ...] = ()
-    """The number of each evaluation that ``monitor`` chose, if it did."""
+    """The monitored number of each evaluation; empty without ``monitor``."""
 
     def __str__(self) -> str:
         text = counted(self.steps, "step")

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _LONG = 1.0
-"""Seconds after which a stopped process counts: whoever stops a whole job continues it part by
-part."""
+"""Seconds after which a stopped process counts. The processes of a job that is stopped and
+continued as a whole go on one after another."""
 
 
 class Stopped:

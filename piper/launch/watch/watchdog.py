@@ -54,8 +54,8 @@ class Watchdog:
         ends += self._submitted()
 
     def _submitted(self) -> list[Query]:
-        """Whether the GPU has finished the work that the host has submitted, and the reports of the
-        last plan, which may finish after everything else; work submitted later does not count."""
+        """Functions that tell whether the GPU has finished the work submitted so far, and the
+        reports of the last plan, which may finish after everything else."""
         end, device = self._signal.send(torch.cuda.current_stream()), self._heartbeat.device
         reports = [] if device is None else [device.running.bound.ended()]
         return [lambda: self._signal.reached >= end, *reports]
