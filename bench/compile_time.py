@@ -1,6 +1,6 @@
 """What compiling costs: by depth, for other rows, in evaluation mode, at a second start.
 
-    python -m bench.compile_time                                # all cases, about five minutes
+    python -m bench.compile_time                                # all cases, about ten minutes
     python -m bench.compile_time --case llama-pp --layers 24
     python -m bench.compile_time --case workers                 # bench/start.py
 
