@@ -210,7 +210,12 @@ class _Run:
             warnings.simplefilter("ignore", PiperWarning)
             program = self.program.again(given, limited=False)
         _refuse_random(program)
-        with launch(program) as trainer, without_modes(program.training.default_dtype):
+        with (
+            warnings.catch_warnings(),
+            launch(program) as trainer,
+            without_modes(program.training.default_dtype),
+        ):
+            warnings.filterwarnings("ignore", "nothing is saved")
             yield trainer
 
     def _stepped(
