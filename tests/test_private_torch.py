@@ -19,9 +19,11 @@ KNOWN = frozenset(
     (
         "torch._C.DisableTorchFunction",
         "torch._C._check_schema_allow_fake_script_object",
+        "torch._C._dispatch_dump",
         "torch._C._dispatch_has_kernel",
         "torch._C._distributed_c10d",
         "torch._C._get_mkldnn_enabled",
+        "torch._C._nn",
         "torch._C._set_grad_enabled",
         "torch._C._set_mkldnn_enabled",
         "torch._disable_dynamo",
