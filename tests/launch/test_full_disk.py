@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import piper
+from tests.scripts.fault_at import FILLER, fill
 from tests.scripts.resumed import batch, compiled
 
 STEPS = 9
@@ -25,17 +26,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("this user may not mount a disk")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
-
-
-def fill(path: Path) -> None:
-    """Write until the disk is full."""
-    with path.open("wb", buffering=0) as file:
-        for size in (2**16, 1):
-            try:
-                while file.write(b"0" * size):
-                    pass
-            except OSError:
-                continue
 
 
 @pytest.mark.cases(fast=2, slow=1)
@@ -57,11 +47,11 @@ def test_a_disk_that_is_full_during_a_save(on: str, background: bool, disk: Path
                 assert found.setdefault(trainer.steps, float(result)) == float(result)
                 if trainer.steps == full_after:
                     trainer.settle_save()
-                    fill(disk / "filler")
+                    fill(disk / FILLER)
 
     with pytest.raises(piper.PiperError, match="No space left on device"):
         train(full_after=5)
-    (disk / "filler").unlink()
+    (disk / FILLER).unlink()
     assert [path.name for path in (disk / "run").iterdir()] == ["step-00000003"]
     train(full_after=STEPS + 1, resume=True)
     assert list(found.values()) == expected

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 import statistics
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor
 import piper
 from tests.launch.test_processes import Place, no_hang, place
 from tests.scripts.cases import ON_TWO, TIED_ASKING, Case, batches, differences
-from tests.scripts.fault_at import Fault, chosen
+from tests.scripts.fault_at import OF_WORKERS, Fault, chosen
 from tests.training import pipeline, shared_captures
 
 __all__ = ["place"]
@@ -87,7 +85,7 @@ CASE = "stages, tied weights, dropout"
 
 
 @pytest.mark.cases(slow=1)
-@pytest.mark.parametrize("kind", list(Fault))
+@pytest.mark.parametrize("kind", OF_WORKERS)
 @pytest.mark.filterwarnings("ignore::piper.PiperWarning")
 def test_a_fault_in_a_step(kind: Fault, disturbed: Disturbed, place: Place) -> None:
     with no_hang(), disturbed.at(1, 3, 7, kind, mirror="1h") as trainer:
@@ -212,29 +210,18 @@ def test_a_kill_at_every_instruction(
         chosen(device, i, pc, Fault.KILL, str(tmp_path / str(i)))
         for i, (device, pc) in enumerate(kills)
     ]
-    with no_hang(30 * len(kills)), campaign(case, faults, monkeypatch) as trainer:
+    monkeypatch.setenv("FAULT_AT", ";".join(faults))
+    imports = ["tests.scripts.fault_at"]
+    options = {"threads": 1, "imports": imports, "restarts": len(kills), "stall": 2.0}
+    with (
+        no_hang(30 * len(kills)),
+        piper.launch(program(case), on="processes", **options) as trainer,
+    ):
         assert not differences(trained(trainer, len(kills)), undisturbed(case, len(kills)))
         assert len(trainer.recoveries) == len(kills)
-        print(times(fault.seconds for fault in trainer.recoveries))
+    seconds = [fault.seconds for fault in trainer.recoveries]
+    print(f"{len(kills)}, median {statistics.median(seconds):.2f} s, worst {max(seconds):.2f} s")
     place.assert_nothing_left()
-
-
-def campaign(
-    case: str, faults: Sequence[str], monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> piper.Trainer:
-    """Launches a program with many faults, each in its own step."""
-    monkeypatch.setenv("FAULT_AT", ";".join(faults))
-    given = {"restarts": len(faults), "stall": 2.0, **options}
-    imports = ["tests.scripts.fault_at"]
-    return piper.launch(program(case), on="processes", threads=1, imports=imports, **given)
-
-
-def times(seconds: Iterable[float]) -> str:
-    """How long faults took, as text."""
-    found = list(seconds)
-    if not found:
-        return "none"
-    return f"{len(found)}, median {statistics.median(found):.2f} s, worst {max(found):.2f} s"
 
 
 @pytest.mark.parametrize("restarts", [-1, True, 1.5, "2"])
@@ -246,44 +233,3 @@ def test_restarts_that_are_no_count(restarts: object) -> None:
 def test_an_unknown_way_to_recover() -> None:
     with pytest.raises(piper.PiperError, match="recover='retry' is unknown: one of replace"):
         piper.launch(program(CASE), on="processes", restarts=1, recover="retry")
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore::piper.PiperWarning")
-@pytest.mark.parametrize("recover", ["replace", "restart"])
-def test_many_faults(
-    recover: str,
-    place: Place,
-    pytestconfig: pytest.Config,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """At random instructions; prints the seconds until each was found and until the next step."""
-    rng = random.Random(pytestconfig.getoption("--first"))
-    count = pytestconfig.getoption("--examples")
-    kinds = [rng.choice(list(Fault)) for _ in range(count)]
-    faults = []
-    for step, kind in enumerate(kinds):
-        device = rng.randrange(2)
-        pc = rng.randrange(len(program(CASE).plan_of(device).instructions))
-        faults.append(chosen(device, step, pc, kind, str(tmp_path / str(step))))
-    taken: list[float] = []
-    found: dict[str, Tensor] = {}
-    mirror = rng.choice(["1s", 1e-9])
-    options = {"mirror": mirror, "recover": recover}
-    with no_hang(30 * count), campaign(CASE, faults, monkeypatch, **options) as trainer:
-        given = itertools.cycle(batches())
-        for step in range(count):
-            start = time.perf_counter()
-            found[f"loss {step}"] = trainer.step(*next(given)).loss
-            taken.append(time.perf_counter() - start)
-        assert not differences(found | trainer.state_dict(), undisturbed(CASE, count))
-        recoveries = iter(trainer.recoveries)
-    faulty = [(kind, s) for kind, s in zip(kinds, taken, strict=True) if kind is not Fault.SLOW]
-    answered = [(kind, s, next(recoveries).seconds) for kind, s in faulty]
-    assert next(recoveries, None) is None
-    for kind in Fault:
-        mine = [(total, recovered) for one, total, recovered in answered if one is kind]
-        print(f"{kind.name}: found {times(total - own for total, own in mine)};", end=" ")
-        print(f"next step {times(total for total, _ in mine)}")
-    place.assert_nothing_left()

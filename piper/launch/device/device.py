@@ -190,8 +190,15 @@ class WorkerDevice:
 
     def write_part(self, folder: Path) -> Part | Refusal:
         """Write this device's part of a checkpoint."""
+        return self._written_part(folder, self._buffers)
+
+    def write_copy(self, folder: Path) -> Part | Refusal:
+        """Write this device's part of the state, also the buffers that no checkpoint has."""
+        return self._written_part(folder, self.loaded.program.gives)
+
+    def _written_part(self, folder: Path, buffers: Collection[str]) -> Part | Refusal:
         try:
-            return write_part(given_by(self.state, self._buffers), folder, self._file)
+            return write_part(given_by(self.state, buffers), folder, self._file)
         except (OSError, PiperError) as error:
             return Refusal(str(error))
 

@@ -3,7 +3,7 @@
 A launcher starts processes and delivers calls; ``WorkerDevice`` says what a device can do. Three
 verbs are enough: ``call`` a method of all devices, run something ``once``, ``close``. ``seat`` says
 for which devices there are processes: a launch starts the first ones, a switch starts others and
-ends some.
+ends some. ``switch`` lets a group that recovers from faults do so within one.
 """
 
 from __future__ import annotations
@@ -74,6 +74,14 @@ class WorkerGroup(Protocol):
         processes passed, by rank. They wait for each other."""
         ...
 
+    def switch(self, program: Program, move: Callable[[WorkerGroup], None]) -> None:
+        """Run ``move``, which moves the state of the devices of a group to ``program``."""
+        ...
+
+    def running(self, program: Program) -> Program:
+        """What the devices run for ``program``: another one while a replica is lost."""
+        ...
+
     def largest(self, number: int) -> int:
         """The maximum of ``number`` over the processes with a trainer."""
         ...
@@ -93,6 +101,12 @@ class OneTrainer:
 
     def once(self, call: Callable[..., T], *mine: Any) -> T:
         return call(*([one] for one in mine))
+
+    def switch(self: WorkerGroup, program: Program, move: Callable[[WorkerGroup], None]) -> None:
+        move(self)
+
+    def running(self, program: Program) -> Program:
+        return program
 
     def largest(self, number: int) -> int:
         return number

@@ -41,11 +41,9 @@ class Mirror:
         """Whether the state should be copied before it changes."""
         return self.is_empty or time.monotonic() >= self._due
 
-    def forget(self) -> None:
-        """The state is another one: the copy is of no use."""
-        if self._last is not None:
-            shutil.rmtree(self._last[0], ignore_errors=True)
-        self._last = None
+    def expire(self) -> None:
+        """The next copy is due."""
+        self._due = 0.0
 
     def copy(self, program: Program) -> str | None:
         """Copy the state of ``program``; the earlier copy is removed. Returns why it failed: then
@@ -55,7 +53,7 @@ class Mirror:
         self._copies += 1
         try:
             folder.mkdir()
-            parts = accepted(self._group.call(WorkerDevice.write_part, folder))
+            parts = accepted(self._group.call(WorkerDevice.write_copy, folder))
             index = index_of(program, parts, None)
         except (OSError, PiperError) as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -63,7 +61,8 @@ class Mirror:
             if isinstance(error, WorkerError):
                 raise
             return str(error)
-        self.forget()
+        if self._last is not None:
+            shutil.rmtree(self._last[0], ignore_errors=True)
         self._last = folder, index
         self._set_due(start)
         return None

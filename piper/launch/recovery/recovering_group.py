@@ -3,7 +3,8 @@
 It copies the state from time to time, and notes every later call that changes the state. After a
 fault a policy loads the program again, or another that trains the same. All devices read the copy,
 the noted calls are made again, and then the one that failed. A step is a function of the state and
-the batch, so the losses are those of a run without faults, bit for bit under the same program.
+the batch, so the losses are those of a run without faults, bit for bit under the same program. A
+switch begins with a copy, which the next program continues from, too.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from piper.base.errors import PiperError, WorkerError, warn
 from piper.launch.device.device import WorkerDevice
-from piper.launch.device.worker_group import BatchRows, Each, OneTrainer
+from piper.launch.device.worker_group import BatchRows, Each, OneTrainer, WorkerGroup
 from piper.launch.messages.calling_group import CallingGroup
 from piper.launch.recovery.fault import Recovery
 from piper.launch.recovery.mirror import Mirror
 from piper.launch.recovery.policy import Policy
 from piper.program.program import Program
+
+T = TypeVar("T")
 
 _STEPS = (WorkerDevice.step, WorkerDevice.profile)
 _CHANGING = (
@@ -34,14 +37,9 @@ _CHANGING = (
     WorkerDevice.begin_part,
 )
 """Methods that change what a device holds."""
-_SWITCHING = (
-    WorkerDevice.give,
-    WorkerDevice.prepare,
-    WorkerDevice.finish,
-    WorkerDevice.take,
-    WorkerDevice.abandon,
-)
-"""Methods of a switch, in which a fault still ends the run."""
+_COPIED = (*_STEPS, WorkerDevice.begin_part)
+"""Methods before which the state is copied, if a copy is due. A background save is made again from
+a copy: without one, the state would be the first one."""
 
 
 class RecoveringGroup(OneTrainer):
@@ -53,8 +51,7 @@ class RecoveringGroup(OneTrainer):
         """``group`` runs ``program``; ``policy`` answers its faults."""
         self._group = group
         self._policy = policy
-        self._program: Program | None = program
-        """None after a switch, until the next batch says to which."""
+        self._program = program
         self._running = program
         """What the devices run: the program, or another that trains the same."""
         self._mirror = Mirror(group, group.options.mirror)
@@ -76,21 +73,27 @@ class RecoveringGroup(OneTrainer):
         self._group.close(error)
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        if method in _SWITCHING:
-            return self._switch(method, *arguments)
-        for rows in arguments:
-            if isinstance(rows, BatchRows) and rows.program is not self._program:
-                self._program = self._running = rows.program
         answers = self._recovered(lambda: self._make(method, *arguments))
         if method in _CHANGING:
             self._since.append((method, tuple(_kept(x) for x in arguments)))
         if method in (WorkerDevice.begin_part, WorkerDevice.written_part):
             self._is_saving = method is WorkerDevice.begin_part
+        if method is WorkerDevice.read_part:  # its files may be removed before a fault
+            self._mirror.expire()
         return answers
 
+    def switch(self, program: Program, move: Callable[[WorkerGroup], None]) -> None:
+        if self._since or self._mirror.is_empty:
+            self._recovered(lambda: self._copy(needed=True))
+        self._recovered(lambda: move(self._group))
+        self._program = self._running = program
+
+    def running(self, program: Program) -> Program:
+        return self._running if program is self._program else program
+
     def _make(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        if method in _STEPS and self._mirror.is_due and not self._is_saving:
-            self._copy()
+        if method in _COPIED and self._mirror.is_due and not self._is_saving:
+            self._copy(needed=self._mirror.is_empty)
         return self._group.call(method, *self._adapted(method, arguments))
 
     def _adapted(self, method: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
@@ -100,32 +103,18 @@ class RecoveringGroup(OneTrainer):
             return [arguments[0], Each(lambda device: running.saving.plan_of(device))]
         return [replace(x, program=running) if isinstance(x, BatchRows) else x for x in arguments]
 
-    def _copy(self) -> None:
+    def _copy(self, *, needed: bool) -> None:
         """Copy the state: the calls until now need not be made again."""
-        assert self._program is not None
-        is_first = self._mirror.is_empty
         why = self._mirror.copy(self._program)
         if why is None:
             self._since.clear()
-        elif is_first:
+        elif needed:
             raise PiperError(f"the state cannot be copied, as restarts= needs it: {why}")
         else:
             warn(f"the state cannot be copied now, so a fault repeats more steps: {why}")
 
-    def _switch(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        try:
-            answers = self._group.call(method, *arguments)
-        except WorkerError:
-            self._group.end()
-            raise
-        if method is WorkerDevice.take:
-            self._program = None
-            self._mirror.forget()
-            self._since.clear()
-        return answers
-
-    def _recovered(self, call: Callable[[], list[Any]]) -> list[Any]:
-        """The answers to ``call``, repeated after each fault."""
+    def _recovered(self, call: Callable[[], T]) -> T:
+        """The result of ``call``, repeated after each fault."""
         last = None
         while True:
             try:
@@ -133,7 +122,7 @@ class RecoveringGroup(OneTrainer):
             except WorkerError as error:
                 fault: WorkerError | None = error
             while fault is not None:
-                if self._program is None or not self._restarts or _cause(fault) == last:
+                if not self._restarts or _cause(fault) == last:
                     self._group.end()
                     raise fault
                 last = _cause(fault)
@@ -143,7 +132,6 @@ class RecoveringGroup(OneTrainer):
         """Bring all devices to the state in which ``fault`` found them; returns another fault that
         happened meanwhile."""
         begun, self._restarts = time.monotonic(), self._restarts - 1
-        assert self._program is not None
         try:
             answer = self._policy.answer(self._group, self._program, self._running)
             self._running = answer.program
@@ -155,6 +143,9 @@ class RecoveringGroup(OneTrainer):
                 self._group.call(method, *self._adapted(method, arguments))
         except WorkerError as error:
             return error
+        except BaseException:
+            self._group.end()
+            raise
         why = str(fault).splitlines()[0]
         lost = answer.without
         seconds = time.monotonic() - begun

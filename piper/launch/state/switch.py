@@ -15,7 +15,7 @@ from contextlib import suppress
 from enum import Enum
 
 from piper.base.arguments import choice
-from piper.base.errors import PiperError, warn
+from piper.base.errors import PiperError, WorkerError, warn
 from piper.base.units import class_text
 from piper.capture.trace.computation import LOSS_PLACE
 from piper.launch.device.device import WorkerDevice
@@ -52,10 +52,17 @@ def switch(group: WorkerGroup, old: Program, new: Program, allow: frozenset[Chan
         raise PiperError(f"switch takes what piper.compile returns, not {class_text(new)}")
     if (why := group.once(lambda: _difference(old, new, allow))) is not None:
         raise _refused(why)
+    group.switch(new, lambda devices: _move(devices, group.running(old), new))
+
+
+def _move(group: WorkerGroup, old: Program, new: Program) -> None:
+    """Move the state to the devices of ``new``, or refuse it and change nothing."""
     try:
         parts = group.call(WorkerDevice.give)
         index = group.once(lambda rows: _index(old, new, joined(rows)), parts)
         wants = _prepared(group, old, new, index)
+    except WorkerError:  # those that are left cannot go on
+        raise
     except PiperError:
         with suppress(PiperError):  # the workers may have ended
             group.call(WorkerDevice.abandon)

@@ -39,6 +39,7 @@ from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import refuse_one_batch
 from piper.launch.trainer.session import Session
 from piper.launch.trainer.step_result import StepResult
+from piper.launch.watch.aligning import MeasuredStep
 from piper.launch.watch.region_statistics import GradientStatistics, gradients_by_region
 from piper.launch.watch.step_profile import Profile
 from piper.program.program import Program
@@ -162,13 +163,16 @@ class Trainer:
         """
         whole_number("steps", steps)
         given = batch or self.example
-        measured = []
+        program = self.program
+        measured: list[MeasuredStep] = []
         for step in range(steps):
             last = kernels and step == steps - 1
             what = ProfileKind.KERNELS if last else ProfileKind.TIME
             report = training_calls.observed(self._session, given, what)
+            if (runs := self._session.devices.running(self.program)) is not program:
+                program, measured = runs, []
             measured.append(report.measured)
-        return Profile(self.program, tuple(measured), report.kernels)
+        return Profile(program, tuple(measured), report.kernels)
 
     @property
     def example(self) -> tuple[Any, ...]:

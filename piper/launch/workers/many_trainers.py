@@ -18,9 +18,10 @@ from torch import Tensor
 
 from piper.base.errors import PiperError
 from piper.launch.device.report import Refusal
-from piper.launch.device.worker_group import T
+from piper.launch.device.worker_group import T, WorkerGroup
 from piper.launch.messages.pickling import Pickled, by_value, received
 from piper.launch.recovery.fault import Recovery
+from piper.program.program import Program
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 """Torch's setting for the groups of a process."""
@@ -74,6 +75,12 @@ class ManyTrainers:
         sent = [None, *(by_value(part, pickled, own) for part in made[1:])]
         self._together(dist.scatter_object_list, mine, sent, group_src=0)
         return _accepted(made[0])
+
+    def switch(self: WorkerGroup, program: Program, move: Callable[[WorkerGroup], None]) -> None:
+        move(self)
+
+    def running(self, program: Program) -> Program:
+        return program
 
     def largest(self, number: int) -> int:
         largest = torch.tensor(number, device="cpu")
