@@ -330,4 +330,4 @@ def test_results_without_a_replica(
     program = replicas(dp=3, microbatches=2)
     assert_recovers(program, run, tmp_path, place, recover="reroute")
     _, profile = profiles
-    assert list(profile.busy) == profile.program.devices == [0, 1]
+    assert list(profile.busy) == [*profile.program.devices] == [0, 1]
