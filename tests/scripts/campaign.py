@@ -125,6 +125,8 @@ class Run:
         self._temporary = folder / "t"
         self._temporary.mkdir()
         self._faults = faults
+        self._begun: list[float] = []
+        """When the processes of the run began."""
         self._full: list[float] = []
         """When the run ended because its disk was full."""
         self._cluster: Any = None
@@ -164,6 +166,7 @@ class Run:
 
     def _ended(self) -> bool:
         """Start the run; whether it came to its end. Otherwise a fault has ended it."""
+        self._begun.append(time.time())
         running = get_context("fork").Process(target=self._child)
         running.start()
         (self._folder / "parent").write_text(str(running.pid))
@@ -264,7 +267,10 @@ class Run:
         """What a fault ``at`` this time in ``step`` cost."""
         if kind is Fault.DISK:  # the step goes on, and then the save fails
             at = min((t for t in self._full if t > at), default=at)
-        after = next(row for row in self._logged(0) if row.at > at)
+        since = at
+        if kind is Fault.PARENT:  # ranks of torchrun live a moment longer than torchrun
+            since = next(t for t in self._begun if t > at)
+        after = next(row for row in self._logged(0) if row.at > since)
         seconds = after.at - at
         known = after.recoveries and kind not in (Fault.PARENT, Fault.DISK)
         found = seconds - after.recovering if known else None
