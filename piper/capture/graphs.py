@@ -4,7 +4,7 @@ graph out as a function, ``module_of``, and ``called``, which adds an operation.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -52,6 +52,11 @@ def returned(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in nodes if isinstance(node, fx.Node)]
 
 
+def operations(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The operations of a graph, in order."""
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
 def has_tensor(node: fx.Node) -> bool:
     """Whether the node's value is one tensor, not a tuple of tensors."""
     return isinstance(node.meta.get("val"), Tensor)
@@ -91,6 +96,15 @@ def ancestors(targets: Iterable[fx.Node], stops: Collection[fx.Node]) -> set[fx.
             visited.add(node)
             pending.extend(arg for arg in node.all_input_nodes if arg not in stops)
     return visited
+
+
+def computed_from(nodes: Iterable[fx.Node], sources: Collection[fx.Node]) -> dict[fx.Node, None]:
+    """Those of ``nodes`` that read nothing but ``sources`` and each other, in their order."""
+    made: dict[fx.Node, None] = {}
+    for node in nodes:
+        if node not in sources and all(x in sources or x in made for x in node.all_input_nodes):
+            made[node] = None
+    return made
 
 
 def extract(
@@ -219,17 +233,15 @@ def _made(node: fx.Node) -> tuple[dict[fx.Node, int], int]:
 
 def flops(graph: fx.Graph) -> int:
     """FLOPs of the matrix products, convolutions and attentions in a graph."""
-    return sum(node_flops(node) for node in graph.nodes if node.op == "call_function")
+    return sum(map(node_flops, operations(graph)))
 
 
 def moved(graph: fx.Graph, *, fused: bool) -> int:
     """Bytes that the operations of a graph read and write, each as a kernel of its own. With
     ``fused``, only operations that ``flops`` counts, and the graph's arguments and results."""
     total = 0
-    for node in graph.nodes:
-        if node.op != "call_function" or base_of(node) is not node:
-            continue
-        if fused and node_flops(node) == 0:
+    for node in operations(graph):
+        if base_of(node) is not node or (fused and node_flops(node) == 0):
             continue
         made, unused = _made(node)
         read = set(node.all_input_nodes)

@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from piper.capture.graphs import has_tensor, is_random
+from piper.capture.graphs import computed_from, has_tensor, is_random, operations
 from piper.capture.regions import Region, tags_of
 from piper.capture.trace.exported import Exported
 
@@ -22,13 +22,8 @@ def constants_of(exported: Exported) -> set[fx.Node]:
     fixed = {n for n, name in exported.buffers.items() if name not in exported.updates}
     returned = (exported.loss, exported.count, *exported.outputs)
     results = {*returned, *exported.updates.values()}
-    constants: set[fx.Node] = set()
-    for node in exported.graph.nodes:
-        if node.op != "call_function" or node in results or is_random(node):
-            continue
-        if all(arg in constants or arg in fixed for arg in node.all_input_nodes):
-            constants.add(node)
-    return constants
+    ops = (x for x in operations(exported.graph) if x not in results and not is_random(x))
+    return set(computed_from(ops, fixed))
 
 
 def assign(
@@ -36,7 +31,7 @@ def assign(
 ) -> tuple[dict[fx.Node, int], list[tuple[Region, ...]]]:
     """The chunk of every op that is not constant, and the region stack of every chunk. Ops outside
     a region in ``closed`` do not join it."""
-    ops = [n for n in exported.graph.nodes if n.op == "call_function" and n not in constants]
+    ops = [n for n in operations(exported.graph) if n not in constants]
     changing = {node for node, name in exported.buffers.items() if name in exported.updates}
     in_model = [n for n in ops if tags_of(n.meta)[:1] not in ((), (exported.loss_region,))]
     homes: dict[fx.Node, int] = {}
@@ -77,7 +72,7 @@ def assign(
         homes[node] = min((homes[user] for user in users if user in homes), default=nearest)
     for node in ops:
         if node.target is operator.getitem:
-            homes[node] = homes[node.args[0]]
+            homes[node] = homes[node.all_input_nodes[0]]
     return homes, tags
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -23,32 +22,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from piper.base.errors import CaptureError
 from piper.capture.blame import explain
 from piper.capture.chunk.chunks import Body, Chunk, Cut
-from piper.capture.chunk.joint import Joint
+from piper.capture.chunk.joint import Demand, Joint, Stride
 from piper.capture.code.codegen import Compiler
-from piper.capture.graphs import mutates, returned
+from piper.capture.graphs import mutates, operations, returned
 from piper.capture.intercept.autograd_functions import functions_of, state_of, warn_of_changes
 from piper.ir.passes import Kind, Ref
 
-Stride = tuple[int, ...]
-
 _PHASE = "piper_forward"
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """Which of a chunk's arguments and results take part in differentiation."""
-
-    parameters: tuple[bool, ...]
-    """Parameters that are trained."""
-    inputs: tuple[bool, ...]
-    """Inputs through which gradient must flow further back."""
-    outputs: tuple[Stride | None, ...]
-    """For each output that receives a gradient from later chunks, the gradient's strides."""
-    apart: tuple[bool, ...]
-    """Inputs for which later chunks make a gradient too: the terms of the uses here stay separate,
-    and are added to that gradient one after another."""
-    changing: tuple[bool, ...]
-    """Buffers that some chunk updates: the backward cannot read their old content again."""
 
 
 Joints = dict[tuple[str, Demand], Joint]
@@ -217,12 +197,13 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
         *(Ref(Kind.OUTPUT_GRAD, i) for i in outputs),
         *(Ref(Kind.INPUT_GRAD, i) for i in apart),
     ]
-    labelled = _label(module.graph, refs, body, wanted)
+    labelled = _label(module.graph, refs, body, demand)
     compiler.rewrite(module)
-    return replace(labelled.moved_to(module.graph), changing=frozenset(changing))
+    return labelled.moved_to(module.graph)
 
 
-def _label(graph: fx.Graph, refs: list[Ref], body: Body, wanted: list[Ref]) -> Joint:
+def _label(graph: fx.Graph, refs: list[Ref], body: Body, demand: Demand) -> Joint:
+    wanted = _gradient_refs(demand)
     placeholders = graph.find_nodes(op="placeholder")
     begun = {ref: node for node, ref in zip(placeholders, refs, strict=True) if ref in wanted}
     arguments = {n: ref for n, ref in zip(placeholders, refs, strict=True) if ref not in wanted}
@@ -244,17 +225,14 @@ def _label(graph: fx.Graph, refs: list[Ref], body: Body, wanted: list[Ref]) -> J
     graph.eliminate_dead_code()
     for node in begun.values():
         graph.erase_node(node)
-    forward = {
-        node
-        for node in graph.nodes
-        if node.op == "call_function" and (node.meta.get("custom") or {}).get(_PHASE)
-    }
+    forward = {x for x in operations(graph) if (x.meta.get("custom") or {}).get(_PHASE)}
     return Joint(
         graph=graph,
         arguments=arguments,
         forward=frozenset(forward),
         results=tuple(zip(kinds, made, strict=True)),
         gradients=gradients,
+        demand=demand,
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -84,6 +84,19 @@ class Cut:
     origin: tuple[int, ...] = ()
     """For each chunk, the chunk of the uncut model that it is or of which it is a segment; empty if
     no chunk is cut into segments."""
+
+    def renumbered(
+        self, chunks: list[Chunk], values: list[ChunkValue], number: Callable[[int], int]
+    ) -> Cut:
+        """The same step of other chunks; ``number`` gives the new number of a value."""
+        return replace(
+            self,
+            chunks=tuple(chunks),
+            values=tuple(values),
+            loss=number(self.loss),
+            count=None if self.count is None else number(self.count),
+            outputs=tuple(map(number, self.outputs)),
+        )
 
 
 def refuse_empty(cut: Cut, regions: Mapping[Region, str], loss_region: Region) -> None:

@@ -7,6 +7,8 @@ the batch alone and are larger than their sources (``recomputing``).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import fx
 
 from piper.capture.chunk.assign import assign, constants_of, update_after_last_read
@@ -83,9 +85,9 @@ class _Builder:
 
     def _chunk(self, index: int, members: list[fx.Node]) -> Chunk:
         exported = self.exported
-        nodes = sorted({*members, *self._recomputed_for(members)}, key=self.order.__getitem__)
-        inside = set(nodes)
-        taken = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+        again = recomputed_for(members, self.recomputed, self.recomputed_by)
+        nodes = sorted({*members, *again}, key=self.order.__getitem__)
+        inside, taken = set(nodes), read_by(nodes)
         parameters = [n for n in taken if n in exported.parameters]
         inputs = [n for n in taken if n in self.numbers]
         outputs = [n for n in members if self._leaves(n)]
@@ -107,16 +109,26 @@ class _Builder:
             body=body_of(nodes, aliases, buffers, inputs, outputs, list(updates.values())),
         )
 
-    def _recomputed_for(self, members: list[fx.Node]) -> set[fx.Node]:
-        """The ops that the chunk recomputes for ``members``."""
-        needed: set[fx.Node] = set()
-        stack = [arg for node in members for arg in node.all_input_nodes if arg in self.recomputed]
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack.extend(arg for arg in node.all_input_nodes if arg in self.recomputed_by)
-        return needed
+
+def recomputed_for(
+    members: list[fx.Node], recomputed: Collection[fx.Node], by: Collection[fx.Node]
+) -> set[fx.Node]:
+    """The ops of ``by`` that are run again for the values in ``recomputed`` that ``members``
+    read."""
+    needed: set[fx.Node] = set()
+    stack = [arg for node in members for arg in node.all_input_nodes if arg in recomputed]
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and node not in needed:
+            needed.add(node)
+            stack += [arg for arg in node.all_input_nodes if arg in by]
+    return needed
+
+
+def read_by(nodes: Collection[fx.Node]) -> list[fx.Node]:
+    """The values from outside that ``nodes`` read."""
+    inside = set(nodes)
+    return list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside))
 
 
 def body_of(

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from piper.capture.chunk.chunks import Body
-from piper.capture.graphs import ancestors, returned
+from piper.capture.graphs import ancestors, computed_from, returned
 from piper.capture.operators.grouped_mm import (
     EXPERT_COUNTS,
     EXPERT_OFFSETS,
@@ -162,12 +162,7 @@ def _count(graph: fx.Graph, ends: fx.Node, products: list[fx.Node]) -> fx.Node:
 
 def _weights(exported: Exported, inside: Iterable[fx.Node]) -> list[fx.Node]:
     """Ops that depend on parameters alone, such as transposes and casts."""
-    derived: dict[fx.Node, None] = {}
-    for node in inside:
-        args = node.all_input_nodes
-        if args and all(arg in exported.parameters or arg in derived for arg in args):
-            derived[node] = None
-    return list(derived)
+    return list(computed_from((x for x in inside if x.all_input_nodes), exported.parameters))
 
 
 def _gathers(node: fx.Node, weights: list[fx.Node], ends: fx.Node, products: list[fx.Node]) -> bool:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from piper.capture.graphs import returned
 from piper.ir.passes import Ref
+
+Stride = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Which of a chunk's arguments and results take part in differentiation."""
+
+    parameters: tuple[bool, ...]
+    """Parameters that are trained."""
+    inputs: tuple[bool, ...]
+    """Inputs through which gradient must flow further back."""
+    outputs: tuple[Stride | None, ...]
+    """For each output that receives a gradient from later chunks, the gradient's strides."""
+    apart: tuple[bool, ...]
+    """Inputs for which later chunks make a gradient too: the terms of the uses here stay separate,
+    and are added to that gradient one after another."""
+    changing: tuple[bool, ...]
+    """Buffers that some chunk updates: the backward cannot read their old content again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,21 +40,19 @@ class Joint:
     """The ops that run in the forward pass; all others belong to the backward pass."""
     results: tuple[tuple[Ref, fx.Node], ...]
     gradients: tuple[tuple[Ref, fx.Node], ...]
-    changing: frozenset[int] = frozenset()
-    """Buffers whose content has changed by the time the backward runs."""
+    demand: Demand
 
     def moved_to(self, graph: fx.Graph) -> Joint:
         """This joint on a rewritten ``graph`` with the same arguments and results, in order."""
         names = {node.name for node in self.forward}
         refs = [ref for ref, _ in (*self.results, *self.gradients)]
         pairs = tuple(zip(refs, returned(graph), strict=True))
+        arguments = zip(graph.find_nodes(op="placeholder"), self.arguments.values(), strict=True)
         n = len(self.results)
-        return Joint(
-            changing=self.changing,
+        return replace(
+            self,
             graph=graph,
-            arguments=dict(
-                zip(graph.find_nodes(op="placeholder"), self.arguments.values(), strict=True)
-            ),
+            arguments=dict(arguments),
             forward=frozenset(node for node in graph.nodes if node.name in names),
             results=pairs[:n],
             gradients=pairs[n:],

@@ -13,7 +13,15 @@ from collections.abc import Collection
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from piper.capture.graphs import ancestors, is_random, nbytes_of, node_flops, returned
+from piper.capture.graphs import (
+    ancestors,
+    computed_from,
+    is_random,
+    nbytes_of,
+    node_flops,
+    operations,
+    returned,
+)
 from piper.capture.trace.exported import Exported
 
 _FLOPS = 8
@@ -54,13 +62,8 @@ def recomputed_in(
     """The same for the segments of one device's share of a chunk: values larger than the ``inputs``
     that they are computed from, with ops that only such values read; and all ops that may take part
     in recomputing them."""
-    by: dict[fx.Node, None] = {}
-    known = {*inputs, *constants}
-    for node in graph.nodes:
-        plain = node.op == "call_function" and not (node in known or node in moves)
-        if plain and not is_random(node) and all(x in known for x in node.all_input_nodes):
-            by[node] = None
-            known.add(node)
+    ops = (node for node in operations(graph) if node not in moves and not is_random(node))
+    by = computed_from(ops, {*inputs, *constants})
     ends = set(returned(graph))
     again: set[fx.Node] = set()
     for node in reversed(by):
@@ -87,12 +90,9 @@ def _derived(exported: Exported, constants: Collection[fx.Node]) -> dict[fx.Node
     known = {n for n, name in exported.buffers.items() if name not in exported.updates}
     known.update(exported.inputs, constants)
     results = {exported.loss, exported.count, *exported.outputs, *exported.updates.values()}
-    derived: dict[fx.Node, None] = {}
-    for node in exported.graph.nodes:
-        plain = isinstance(node.target, OpOverload) or node.target is operator.getitem
-        if node.op != "call_function" or node in known or not plain or is_random(node):
-            continue
-        if node not in results and all(x in known for x in node.all_input_nodes):
-            derived[node] = None
-            known.add(node)
-    return derived
+    ops = (
+        node
+        for node in operations(exported.graph)
+        if isinstance(node.target, OpOverload) or node.target is operator.getitem
+    )
+    return computed_from((x for x in ops if x not in results and not is_random(x)), known)

@@ -16,10 +16,12 @@ from piper.capture.chunk.recomputing import is_cheap
 from piper.capture.graphs import (
     ancestors,
     base_of,
+    computed_from,
     copied,
     has_tensor,
     is_random,
     module_of,
+    operations,
     returned,
 )
 from piper.ir.passes import Kind, Ref, RematPolicy
@@ -59,18 +61,12 @@ def _fixed(joint: Joint) -> set[fx.Node]:
         {node for node, ref in joint.arguments.items() if ref.kind is kind}
         for kind in (Kind.BUFFER, Kind.INPUT)
     )
-    constant = {node for node in buffers if not is_changing(joint, joint.arguments[node])}
+    kept = {node for node in buffers if not is_changing(joint, joint.arguments[node])}
     inputs = {node for node in inputs if joint.arguments[node].index not in trained}
-    known, cheap = constant | inputs, set()
-    for node in joint.graph.nodes:
-        fed = node.op == "call_function" and all(arg in known for arg in node.all_input_nodes)
-        if fed and not is_random(node):
-            known.add(node)
-            if all(arg in constant for arg in node.all_input_nodes):
-                constant.add(node)
-            elif is_cheap(node, inputs):
-                cheap.add(node)
-    return constant | cheap
+    ops = [node for node in operations(joint.graph) if not is_random(node)]
+    constant = {*computed_from(ops, kept)}
+    derived = computed_from(ops, kept | inputs)
+    return constant | {x for x in derived if x not in constant and is_cheap(x, inputs)}
 
 
 def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
@@ -91,7 +87,7 @@ def _min_cut(joint: Joint) -> tuple[Joint, list[fx.Node]]:
         )
     kept = {node.name for node in returned(forward.graph)[len(joint.results) :]}
     joint = joint.moved_to(module.graph)
-    return joint, [n for n in joint.graph.nodes if n.op == "call_function" and n.name in kept]
+    return joint, [node for node in operations(joint.graph) if node.name in kept]
 
 
 def _closed(joint: Joint, kept: list[fx.Node]) -> tuple[fx.Node, ...]:
@@ -108,7 +104,7 @@ def _closed(joint: Joint, kept: list[fx.Node]) -> tuple[fx.Node, ...]:
 
 def is_changing(joint: Joint, ref: Ref) -> bool:
     """Whether ``ref`` is a buffer whose content has changed by the time the backward runs."""
-    return ref.kind is Kind.BUFFER and ref.index in joint.changing
+    return ref.kind is Kind.BUFFER and joint.demand.changing[ref.index]
 
 
 def _is_draw(node: fx.Node) -> bool:

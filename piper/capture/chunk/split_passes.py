@@ -18,16 +18,7 @@ from piper.capture.chunk.autodiff import Joints
 from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.remat_choice import choose
 from piper.capture.code.chunk_program import ChunkProgram, Function
-from piper.capture.graphs import (
-    ancestors,
-    base_of,
-    extract,
-    flops,
-    has_tensor,
-    is_random,
-    moved,
-    workspace,
-)
+from piper.capture.graphs import ancestors, base_of, extract, has_tensor
 from piper.ir.passes import Kind, Pass, Ref, RematPolicy
 from piper.ir.tensors import TensorSpec, overlaps
 
@@ -146,16 +137,7 @@ def _function(
     module = extract(joint.graph, list(sources), targets, late)
     taken = [ref for ref in sources.values() if ref not in private]
     _own_gradients(module, list(sources.values()), taken, [ref for ref, _ in ends])
-    return Function(
-        module=module,
-        arguments=tuple(sources.values()),
-        results=tuple(ref for ref, _ in ends),
-        flops=flops(module.graph),
-        moved=moved(module.graph, fused=False),
-        moved_fused=moved(module.graph, fused=True),
-        workspace=workspace(module.graph),
-        random=any(is_random(node) for node in module.graph.nodes),
-    )
+    return Function.of(module, sources.values(), (ref for ref, _ in ends))
 
 
 def _own_gradients(

@@ -108,14 +108,7 @@ class _Unfolding:
                 name = self._name(x, part)
                 values.append(replace(before.values[x], index=number, name=name, producer=len(new)))
             new.append(replace(chunk, index=len(new), inputs=inputs, outputs=outputs))
-        return replace(
-            before,
-            chunks=tuple(new),
-            values=tuple(values),
-            loss=numbers[self._of(before.loss, last)],
-            count=None if before.count is None else numbers[self._of(before.count, last)],
-            outputs=tuple(numbers[self._of(x, last)] for x in before.outputs),
-        )
+        return before.renumbered(new, values, lambda x: numbers[self._of(x, last)])
 
     def _of(self, value: int, part: int) -> _Value:
         """The value that a chunk of ``part`` reads or makes where that of part 1 does ``value``."""

@@ -6,11 +6,12 @@ tensor, the gradient of its second output. An executor needs nothing else to run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
 
+from piper.capture.graphs import flops, is_random, moved, workspace
 from piper.ir.passes import SAVED, Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
 
@@ -33,6 +34,21 @@ class Function:
     """Whether it draws from the device's default generator."""
     consumes: frozenset[Ref] = frozenset()
     """Arguments that nothing reads later: the pass may write its results over them."""
+
+    @staticmethod
+    def of(module: fx.GraphModule, arguments: Iterable[Ref], results: Iterable[Ref]) -> Function:
+        """The pass that computes ``module``."""
+        graph = module.graph
+        return Function(
+            module,
+            tuple(arguments),
+            tuple(results),
+            flops(graph),
+            moved(graph, fused=False),
+            moved(graph, fused=True),
+            workspace(graph),
+            any(map(is_random, graph.nodes)),
+        )
 
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.arguments))}) -> ({', '.join(map(str, self.results))})"

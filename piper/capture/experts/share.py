@@ -21,7 +21,7 @@ from torch import fx
 
 from piper.base.errors import CaptureError
 from piper.base.units import counted
-from piper.capture.chunk.autodiff import Demand, trace
+from piper.capture.chunk.autodiff import trace
 from piper.capture.chunk.chunks import Body, Chunk
 from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.chunk.joint import Joint
@@ -34,7 +34,6 @@ from piper.capture.operators.grouped_mm import REGROUP
 from piper.capture.shard.local_graph import LocalGraph
 from piper.capture.shard.placements import REPLICATED
 from piper.capture.shard.shard_axis import ShardAxis
-from piper.ir.passes import Kind, Ref
 from piper.ir.shards import SortedRows
 from piper.ir.tensors import TensorSpec
 
@@ -128,20 +127,10 @@ def _resized(chunk: Chunk, times: Fraction, of: int, parts: int) -> Body:
 
 
 def _traced(body: Body, joint: Joint, compiler: Compiler) -> Joint:
-    """The joint graph of ``body``, with the same arguments and gradients as ``joint``."""
-    outputs = [node.meta["val"] for node in returned(body.module.graph)[: body.outputs]]
-    taken, wanted = set(joint.arguments.values()), {ref for ref, _ in joint.gradients}
-    demand = Demand(
-        parameters=tuple(Ref(Kind.PARAMETER_GRAD, i) in wanted for i in range(body.parameters)),
-        inputs=tuple(Ref(Kind.INPUT_GRAD, i) in wanted for i in range(body.inputs)),
-        outputs=tuple(
-            _packed(x) if Ref(Kind.OUTPUT_GRAD, i) in taken else None for i, x in enumerate(outputs)
-        ),
-        apart=tuple(Ref(Kind.INPUT_GRAD, i, 1) in wanted for i in range(body.inputs)),
-        changing=tuple(i in joint.changing for i in range(body.buffers)),
+    """The joint graph of ``body``, for the same gradients as ``joint``."""
+    ends = returned(body.module.graph)
+    strides = tuple(
+        stride and tuple(torch.empty(node.meta["val"].shape, device="meta").stride())
+        for stride, node in zip(joint.demand.outputs, ends, strict=False)
     )
-    return trace(body, demand, compiler)
-
-
-def _packed(x: torch.Tensor) -> tuple[int, ...]:
-    return tuple(torch.empty(x.shape, device="meta").stride())
+    return trace(body, replace(joint.demand, outputs=strides), compiler)

@@ -22,15 +22,7 @@ from torch.utils import _pytree as pytree
 
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.code.totals import Totals
-from piper.capture.graphs import (
-    arguments,
-    called,
-    extract,
-    fake_result,
-    flops,
-    moved,
-    workspace,
-)
+from piper.capture.graphs import arguments, called, extract, fake_result
 from piper.capture.loss import reductions as op
 from piper.capture.loss.row_mixing import FIXED, RowKind, RowState, RowWalk
 from piper.ir.passes import Kind, Pass, Ref
@@ -279,25 +271,9 @@ class WholeMeans:
         module = extract(self._graph, sources, targets)
         taken = tuple(Ref(Kind.INPUT, i) for i in range(len(sources)))
         results = tuple(Ref(Kind.OUTPUT, i) for i in range(len(targets)))
-        specs = dict(
-            zip(
-                (*taken, *results),
-                (TensorSpec.of(x.meta["val"]) for x in (*sources, *targets)),
-                strict=True,
-            )
-        )
-        graph = module.graph
-        function = Function(
-            module=module,
-            arguments=taken,
-            results=results,
-            flops=flops(graph),
-            moved=moved(graph, fused=False),
-            moved_fused=moved(graph, fused=True),
-            workspace=workspace(graph),
-            random=False,
-        )
-        program = ChunkProgram({Pass.F: function}, specs)
+        ends = zip((*taken, *results), (*sources, *targets), strict=True)
+        specs = {ref: TensorSpec.of(node.meta["val"]) for ref, node in ends}
+        program = ChunkProgram({Pass.F: Function.of(module, taken, results)}, specs)
         means = tuple(self._states[x].degree == 0 for x in targets)
         names = {node: f"total[{i}]" for i, node in enumerate(self._totals.values())}
         batches = None if self._one is None else targets.index(self._one)

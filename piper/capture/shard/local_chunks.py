@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from piper.base.errors import CaptureError
 from piper.capture.chunk.chunks import Body, Chunk
-from piper.capture.chunk.cut import body_of
+from piper.capture.chunk.cut import body_of, read_by, recomputed_for
 from piper.capture.shard.propagate import Local
 from piper.ir.shards import RANK, ContextAttention, Draws, ParameterShard, Segment
 
@@ -91,11 +91,10 @@ class LocalChunks:
 
     def _compute(self, nodes: list[fx.Node], *, sharded: bool) -> LocalChunk:
         """A segment of operations."""
-        inside = set(nodes) | self._constants_of(nodes)
+        again = recomputed_for(nodes, self._share.constants, self._share.recomputed_by)
+        inside = {*nodes, *again}
         ordered = sorted(inside, key=self._order.__getitem__)
-        taken = list(
-            dict.fromkeys(a for n in ordered for a in n.all_input_nodes if a not in inside)
-        )
+        taken = read_by(ordered)
         parameters = [n for n in taken if n in self._parameters]
         buffers = [n for n in taken if n in self._buffers]
         inputs = [n for n in taken if n not in self._parameters and n not in self._buffers]
@@ -155,18 +154,6 @@ class LocalChunks:
         if node in self._ends and node not in self._updates:
             return True
         return any(user not in inside and user.op != "output" for user in node.users)
-
-    def _constants_of(self, nodes: list[fx.Node]) -> set[fx.Node]:
-        """The constants that the segment recomputes."""
-        needed: set[fx.Node] = set()
-        share = self._share
-        stack = [a for n in nodes for a in n.all_input_nodes if a in share.constants]
-        while stack:
-            node = stack.pop()
-            if node.op == "call_function" and node not in needed:
-                needed.add(node)
-                stack += [a for a in node.all_input_nodes if a in share.recomputed_by]
-        return needed
 
 
 def _levels(local: Local) -> dict[fx.Node, int]:

@@ -97,14 +97,7 @@ class _Segmenter:
                 self._keep(chunk, self._routed.get(chunk.index))
             else:
                 self._segment(chunk, sharding)
-        return Cut(
-            chunks=tuple(self._chunks),
-            values=tuple(self._values),
-            loss=self._numbers[old.loss],
-            count=None if old.count is None else self._numbers[old.count],
-            outputs=tuple(self._numbers[value] for value in old.outputs),
-            updates=old.updates,
-        )
+        return old.renumbered(self._chunks, self._values, self._numbers.__getitem__)
 
     @cached_property
     def _in_parts(self) -> frozenset[int]:
