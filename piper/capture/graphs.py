@@ -4,7 +4,7 @@ graph out as a function, ``module_of``, and ``called``, which adds an operation.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
@@ -163,6 +164,28 @@ def called(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: An
     mode = next(x.fake_mode for x in near if isinstance(x, FakeTensor))
     made.meta = {**like.meta, "val": fake_result(made, mode)}
     return made
+
+
+def calls_of(function: Callable[..., Any], values: Iterable[Any]) -> fx.Graph:
+    """The operations that ``function``, plain torch code, calls on ``values``."""
+    with torch.no_grad():
+        return make_fx(function, pre_dispatch=True)(*values).graph
+
+
+def inlined(
+    graph: fx.Graph, function: Callable[..., Any], *given: fx.Node
+) -> tuple[list[fx.Node], Any]:
+    """Adds the operations that ``function`` calls on the values of ``given``. Returns them, and
+    what is the result of the function."""
+    body = calls_of(function, (x.meta["val"] for x in given))
+    new = dict(zip(body.find_nodes(op="placeholder"), given, strict=True))
+    made = []
+    for node in operations(body):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
+        new[node] = graph.create_node("call_function", node.target, args, kwargs)
+        new[node].meta["val"] = node.meta["val"]
+        made.append(new[node])
+    return made, fx.node.map_arg(body.output_node().args[0], new.__getitem__)
 
 
 def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:

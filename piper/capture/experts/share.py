@@ -11,13 +11,12 @@ by expert, and their counts by expert and device:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 from dataclasses import replace
 from fractions import Fraction
 
 import torch
-from torch import fx
+from torch import Tensor
 
 from piper.base.errors import CaptureError
 from piper.base.units import counted
@@ -28,16 +27,11 @@ from piper.capture.chunk.joint import Joint
 from piper.capture.chunk.split_passes import Passes
 from piper.capture.code.codegen import Compiler
 from piper.capture.experts.apart import on_experts, on_rows
-from piper.capture.graphs import module_of, returned
+from piper.capture.graphs import calls_of, module_of, returned
 from piper.capture.model import Captured
 from piper.capture.operators.grouped_mm import REGROUP
-from piper.capture.shard.local_graph import LocalGraph
-from piper.capture.shard.placements import REPLICATED
-from piper.capture.shard.shard_axis import ShardAxis
 from piper.ir.shards import SortedRows
 from piper.ir.tensors import TensorSpec
-
-aten = torch.ops.aten
 
 
 def trace_share(
@@ -56,27 +50,21 @@ def trace_share(
 
 def _regrouped(body: Body, sorting: SortedRows, ways: int) -> Body:
     """The body on rows from ``ways`` devices. Memory after the last received row is never read."""
-    graph = body.module.graph
-    nodes = graph.find_nodes(op="placeholder")
     first = body.parameters + body.buffers
-    counts = nodes[first + sorting.counts]
-    fake = counts.meta["val"]
-    out = LocalGraph(fake.fake_mode, fake.device, ShardAxis("experts", ways))
-    fakes = {node: node.meta["val"] for node in nodes}
-    fakes[counts] = fake.new_empty((len(fake), ways))
-    new = {node: out.argument(node.name, fakes[node], REPLICATED) for node in nodes}
-    inputs = [node for node in nodes[first:] if node is not counts]
-    made = out.call(REGROUP, (new[counts], len(fakes[inputs[0]])), True)
-    order, back = (out.call(operator.getitem, (made, i), True) for i in range(2))
-    for node in inputs:
-        new[node] = out.call(aten.index_select.default, (new[node], 0, order), True)
-    for node in graph.nodes:
-        if node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
-            new[node] = out.call(node.target, args, True, **kwargs)
-    results = [(new[node], 0, back) for node in returned(graph)]
-    out.graph.output(tuple(out.call(aten.index_select.default, x, True) for x in results))
-    return replace(body, module=module_of(out.graph), key=f"{body.key} from {ways}")
+    at, given = first + sorting.counts, body.fakes()
+    room = next(len(x) for i, x in enumerate(given) if i >= first and i != at)
+    given[at] = given[at].new_empty((len(given[at]), ways))  # type: ignore[call-overload]
+
+    def regrouped(*arguments: Tensor) -> tuple[Tensor, ...]:
+        order, back = REGROUP(arguments[at], room)
+        taken = [
+            x if i < first or i == at else x.index_select(0, order) for i, x in enumerate(arguments)
+        ]
+        return tuple(x.index_select(0, back) for x in body.module(*taken))
+
+    return replace(
+        body, module=module_of(calls_of(regrouped, given)), key=f"{body.key} from {ways}"
+    )
 
 
 def with_rows(

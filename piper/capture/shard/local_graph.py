@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import Partial, Shard
 from torch.utils import _pytree as pytree
 
+from piper.capture.graphs import inlined
 from piper.capture.shard.placements import (
     REPLICATED,
     LocalLayout,
@@ -77,6 +78,13 @@ class LocalGraph:
         if sharded:
             self.sharded.add(local)
         return local
+
+    def run(self, function: Callable[..., Any], *given: fx.Node, sharded: bool = True) -> Any:
+        """The operations that ``function`` calls on local values, and its result."""
+        made, result = inlined(self.graph, function, *given)
+        if sharded:
+            self.sharded.update(made)
+        return result
 
     def placed(self, local: fx.Node, placement: LocalLayout, like: fx.Node | None = None) -> None:
         """Record the placement of ``local``; along earlier axes it is that of ``like``."""

@@ -12,7 +12,7 @@ the forward is also one of the backward, and ``differentiate`` makes the backwar
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,6 +192,9 @@ class _Propagation:
 
     def call(self, target: Any, *args: Any, sharded: bool = True, **kwargs: Any) -> fx.Node:
         return self._out.call(target, args, sharded, **kwargs)
+
+    def run(self, function: Callable[..., Any], *given: fx.Node, sharded: bool = True) -> Any:
+        return self._out.run(function, *given, sharded=sharded)
 
     def rank(self) -> fx.Node:
         return self._out.rank()

@@ -104,15 +104,15 @@ def repeated_heads(parameter: Tensor, heads: int, times: int) -> Tensor:
 @rewrite(repeated_heads)
 def own_head(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> Form | None:
     """A device selects its head from the whole parameter."""
-    parameter, heads, times = node.args
-    assert isinstance(parameter, fx.Node)
-    shape = list(parameter.meta["val"].shape)
+    args: Any = node.args
+    parameter, heads, times = args
+
+    def selected(whole: Tensor, rank: Tensor) -> Tensor:
+        apart = whole.reshape([heads, -1, *whole.shape[1:]])
+        return apart.index_select(0, (rank // times).unsqueeze(0)).squeeze(0)
 
     def emit(share: Share) -> fx.Node:
-        apart = share.call(aten.reshape.default, share.read(parameter), [heads, -1, *shape[1:]])
-        first = share.call(aten.floor_divide.default, share.rank(), times)
-        index = share.call(aten.unsqueeze.default, first, 0)
-        head = share.call(aten.index_select.default, apart, 0, index)
-        return share.call(aten.squeeze.dim, head, 0)
+        whole, rank = share.read(parameter), share.rank()
+        return share.run(selected, whole, rank)
 
     return Form({parameter: REPLICATED}, Shard(0), emit, fixed=True)

@@ -10,15 +10,14 @@ are gathered, as those of all other random operations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.distributed.tensor import Shard
 
-from piper.capture.graphs import arguments, called
+from piper.capture.graphs import arguments, inlined
 from piper.capture.shard.placements import SHARDED
 from piper.capture.shard.rewrites.table import Form, Share, rewrite
 from piper.capture.shard.shard_axis import ShardAxis
@@ -61,39 +60,28 @@ def drops(node: fx.Node) -> bool:
 def in_products(copy: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
     """The attention ``node`` as products in ``copy``; ``new`` maps nodes to their copies."""
     it = arguments(node)
-    build = partial(called, copy, node)
-    query, key, value = (new[it[name]] for name in ("query", "key", "value"))
-    width = query.meta["val"].shape[-1]
+    tensors = [it[name] for name in ("query", "key", "value", "attn_mask") if it.get(name)]
     given = it.get("scale")
-    scale = math.sqrt(1 / math.sqrt(width) if given is None else given)
-    if it.get("enable_gqa"):
-        times = query.meta["val"].shape[-3] // key.meta["val"].shape[-3]
-        repeat = aten.repeat_interleave.self_int
-        key, value = (build(repeat, x, times, -3) for x in (key, value))
-    turned = build(aten.transpose.int, key, -2, -1)
-    scores = build(
-        aten.matmul.default,
-        build(aten.mul.Scalar, query, scale),
-        build(aten.mul.Scalar, turned, scale),
-    )
-    scores = _masked(build, scores, it, new)
-    weights = build(aten._safe_softmax.default, scores, -1)  # a row may be fully masked
-    dropped = build(aten.dropout.default, weights, it["dropout_p"], True)
-    return build(aten.matmul.default, dropped, value)
 
+    def products(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor) -> Tensor:
+        scale = math.sqrt(1 / math.sqrt(query.shape[-1]) if given is None else given)
+        if it.get("enable_gqa"):
+            times = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(times, -3) for x in (key, value))
+        turned = key.transpose(-2, -1)
+        scores = aten.mul.Scalar(query, scale) @ aten.mul.Scalar(turned, scale)
+        mask = next(iter(masks), None)
+        if it.get("is_causal"):
+            shape = list(scores.shape[-2:])
+            mask = aten.ones.default(shape, dtype=torch.bool, device=key.device).tril()
+        if mask is not None and mask.dtype is torch.bool:
+            scores = scores.masked_fill(mask.logical_not(), -math.inf)
+        elif mask is not None:
+            scores = scores + mask
+        weights = aten._safe_softmax.default(scores, -1)  # a row may be fully masked
+        return torch.dropout(weights, it["dropout_p"], True) @ value
 
-def _masked(
-    build: Callable[..., fx.Node], scores: fx.Node, it: dict[str, Any], new: dict[fx.Node, fx.Node]
-) -> fx.Node:
-    mask = None if it.get("attn_mask") is None else new[it["attn_mask"]]
-    if it.get("is_causal"):
-        shape = list(scores.meta["val"].shape[-2:])
-        device = scores.meta["val"].device
-        whole = build(aten.ones.default, shape, dtype=torch.bool, device=device)
-        mask = build(aten.tril.default, whole)
-    if mask is None:
-        return scores
-    if mask.meta["val"].dtype is not torch.bool:
-        return build(aten.add.Tensor, scores, mask)
-    hidden = build(aten.logical_not.default, mask)
-    return build(aten.masked_fill.Scalar, scores, hidden, -math.inf)
+    made, result = inlined(copy, products, *(new[x] for x in tensors))
+    for x in made:
+        x.meta = {**node.meta, **x.meta}
+    return result

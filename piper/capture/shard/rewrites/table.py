@@ -28,6 +28,11 @@ class Share(Protocol):
         """An operation on local values."""
         ...
 
+    def run(self, function: Callable[..., Any], *given: fx.Node, sharded: bool = True) -> Any:
+        """Operations on local values: those that ``function``, plain torch code, calls on them.
+        Returns what it returns."""
+        ...
+
     def rank(self) -> fx.Node:
         """The device's index along the axis."""
         ...

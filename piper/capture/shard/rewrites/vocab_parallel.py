@@ -8,13 +8,14 @@ classes or rows. A device never has more than its own logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
 from piper.capture.graphs import arguments
@@ -35,38 +36,30 @@ def embedding(node: fx.Node, placed: Mapping[fx.Node, Any], axis: ShardAxis) -> 
 
 
 def _embedding(weight: fx.Node, indices: fx.Node, padding: int, share: Share) -> fx.Node:
-    rows, which = share.read(weight), share.read(indices)
-    here, outside = _own(which, rows.meta["val"].shape[0], weight.meta["val"].shape[0], share)
-    embedded = share.call(aten.embedding.default, rows, here)
-    if padding >= 0:  # its row is read and gets no gradient
-        pads = share.call(aten.unsqueeze.default, share.call(aten.eq.Scalar, which, padding), -1)
-        kept = share.call(aten.detach.default, embedded)
-        embedded = share.call(aten.where.self, pads, kept, embedded)
-    mask = share.call(aten.unsqueeze.default, outside, -1)
-    return share.call(aten.masked_fill.Scalar, embedded, mask, 0.0)
+    rows, whole = share.read(weight), weight.meta["val"].shape[0]
+
+    def embedded(rows: Tensor, which: Tensor, rank: Tensor) -> Tensor:
+        here, outside = _own(which, rank, rows.shape[0], whole)
+        made: Tensor = aten.embedding.default(rows, here)
+        if padding >= 0:  # its row is read and gets no gradient
+            made = torch.where((which == padding).unsqueeze(-1), made.detach(), made)
+        return made.masked_fill(outside.unsqueeze(-1), 0.0)
+
+    return share.run(embedded, rows, share.read(indices), share.rank())
 
 
 def _own(
-    indices: fx.Node, size: int, whole: int, share: Share, ignored: int | None = None
-) -> tuple[fx.Node, fx.Node]:
+    indices: Tensor, rank: Tensor, size: int, whole: int, ignored: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Indices into this device's ``size`` of the ``whole`` rows, 0 for rows of other devices, and a
     mask of indices outside this device's rows. An index that no device has stays for the operation
     to refuse, unless it is ``ignored``."""
-    first = share.call(aten.mul.Tensor, share.rank(), size)
-    here = share.call(aten.sub.Tensor, indices, first)
-    below = share.call(aten.lt.Scalar, here, 0)
-    outside = share.call(aten.logical_or.default, below, share.call(aten.ge.Scalar, here, size))
-    known = share.call(
-        aten.logical_and.default,
-        share.call(aten.ge.Scalar, indices, 0),
-        share.call(aten.lt.Scalar, indices, whole),
-    )
+    here = indices - rank * size
+    outside = torch.logical_or(here < 0, here >= size)
+    known = torch.logical_and(indices >= 0, indices < whole)
     if ignored is not None:
-        known = share.call(
-            aten.logical_or.default, known, share.call(aten.eq.Scalar, indices, ignored)
-        )
-    elsewhere = share.call(aten.logical_and.default, outside, known)
-    return share.call(aten.masked_fill.Scalar, here, elsewhere, 0), outside
+        known = torch.logical_or(known, indices == ignored)
+    return here.masked_fill(torch.logical_and(outside, known), 0), outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,65 +113,64 @@ def _classes(loss: _Loss, share: Share) -> fx.Node:
     if loss.in_half:
         x = share.call(aten.to.dtype, x, torch.float32)
     size, whole = x.meta["val"].shape[1], loss.logits.meta["val"].shape[1]
-    if size * share.axis.ways != whole:
-        x = _without_padding(x, size, whole, share)
-    largest = share.call(aten.amax.default, share.call(aten.detach.default, x), [1])
-    mine = share.call(aten.unsqueeze.default, largest, 0)
-    everywhere = share.moved(mine, Shard(0), REPLICATED, sharded=True)  # [ways, rows]
-    shift = share.call(aten.amax.default, everywhere, [0])
-    shifted = share.call(aten.sub.Tensor, x, share.call(aten.unsqueeze.default, shift, 1))
-    exponentials = share.call(aten.sum.dim_IntList, share.call(aten.exp.default, shifted), [1])
-    here, outside = _own(target, size, whole, share, loss.ignored)
-    index = share.call(aten.unsqueeze.default, here, 1)
-    picked = share.call(aten.gather.default, shifted, 1, index)
-    picked = share.call(aten.squeeze.dim, picked, 1)
-    picked = share.call(aten.masked_fill.Scalar, picked, outside, 0.0)
-    total = share.moved(exponentials, Partial(), REPLICATED, sharded=False)
-    own = share.moved(picked, Partial(), REPLICATED, sharded=False)
-    call = partial(share.call, sharded=False)
-    losses = call(aten.sub.Tensor, call(aten.log.default, total), own)
-    ignored = call(aten.eq.Scalar, target, loss.ignored)
-    losses = call(aten.masked_fill.Scalar, losses, ignored, 0.0)
-    if loss.reduction in (_MEAN, _SUM):
-        losses = call(aten.sum.default, losses)
-    if loss.reduction == _MEAN:
-        losses = call(aten.div.Tensor, losses, _count(ignored, losses, call))
-    return _cast(losses, dtype, call)
+    if size * share.axis.ways != whole:  # the padding after all classes
+        places = share.positions(size)
+        x = share.run(lambda x, at: x.masked_fill(at >= whole, -math.inf), x, places)
+    largest = share.run(lambda x: x.detach().amax([1]).unsqueeze(0), x)
+    everywhere = share.moved(largest, Shard(0), REPLICATED, sharded=True)  # [ways, rows]
 
+    def of_own(x: Tensor, largest: Tensor, target: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+        shifted = x - largest.amax([0]).unsqueeze(1)
+        exponentials = shifted.exp().sum([1])
+        here, outside = _own(target, rank, size, whole, loss.ignored)
+        picked = shifted.gather(1, here.unsqueeze(1)).squeeze(1)
+        return exponentials, picked.masked_fill(outside, 0.0)
 
-def _without_padding(x: fx.Node, size: int, whole: int, share: Share) -> fx.Node:
-    """Logits with -inf for the padding after the ``whole`` classes."""
-    after = share.call(aten.ge.Scalar, share.positions(size), whole)
-    return share.call(aten.masked_fill.Scalar, x, after, float("-inf"))
+    def of_all(total: Tensor, picked: Tensor, target: Tensor) -> Tensor:
+        losses, ignored = total.log() - picked, target == loss.ignored
+        losses = losses.masked_fill(ignored, 0.0)
+        if loss.reduction in (_MEAN, _SUM):
+            losses = losses.sum()
+        if loss.reduction == _MEAN:
+            losses = losses / _count(ignored, losses.dtype)
+        return _cast(losses, dtype)
+
+    own = share.run(of_own, x, everywhere, target, share.rank())
+    both = (share.moved(part, Partial(), REPLICATED, sharded=False) for part in own)
+    return share.run(of_all, *both, target, sharded=False)
 
 
 def _rows(loss: _Loss, share: Share) -> fx.Node:
     x, target = share.read(loss.logits), share.read(loss.target)
+    entropy = aten.cross_entropy_loss.default
     if loss.reduction not in (_MEAN, _SUM):
-        return share.call(aten.cross_entropy_loss.default, x, target, None, 0, loss.ignored)
+        return share.call(entropy, x, target, None, 0, loss.ignored)
     dtype = x.meta["val"].dtype
-    if loss.in_half:  # sums and counts of many rows need float32
-        each = share.call(aten.cross_entropy_loss.default, x, target, None, 0, loss.ignored)
-        total = share.call(aten.sum.default, share.call(aten.to.dtype, each, torch.float32))
-    else:
-        total = share.call(aten.cross_entropy_loss.default, x, target, None, _SUM, loss.ignored)
-        if loss.reduction == _SUM:
-            return total
+
+    def summed(x: Tensor, target: Tensor) -> Tensor:
+        if not loss.in_half:
+            return entropy(x, target, None, _SUM, loss.ignored)
+        # sums and counts of many rows need float32
+        return entropy(x, target, None, 0, loss.ignored).to(torch.float32).sum()
+
+    total = share.run(summed, x, target)
+    if loss.reduction == _SUM and not loss.in_half:
+        return total
     losses = share.moved(total, Partial(), REPLICATED, sharded=False)
-    call = partial(share.call, sharded=False)
     if loss.reduction == _MEAN:
-        ignored = share.call(aten.eq.Scalar, target, loss.ignored)
-        count = _count(ignored, total, share.call)
+        kind = total.meta["val"].dtype
+        count = share.run(lambda target: _count(target == loss.ignored, kind), target)
         targets = share.moved(count, Partial(), REPLICATED, sharded=False)
-        losses = call(aten.div.Tensor, losses, targets)
-    return _cast(losses, dtype, call)
+        losses = share.call(aten.div.Tensor, losses, targets, sharded=False)
+    if losses.meta["val"].dtype is dtype:
+        return losses
+    return share.call(aten.to.dtype, losses, dtype, sharded=False)
 
 
-def _count(ignored: fx.Node, like: fx.Node, call: Any) -> fx.Node:
-    """The number of targets that are not ignored, in the dtype of ``like``."""
-    counted = call(aten.sum.default, call(aten.logical_not.default, ignored))
-    return _cast(counted, like.meta["val"].dtype, call)
+def _count(ignored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The number of targets that are not ignored."""
+    return _cast(ignored.logical_not().sum(), dtype)
 
 
-def _cast(x: fx.Node, dtype: torch.dtype, call: Any) -> fx.Node:
-    return x if x.meta["val"].dtype is dtype else call(aten.to.dtype, x, dtype)
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
