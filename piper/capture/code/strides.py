@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from piper.capture.graphs import called
+
 aten = torch.ops.aten
 Strides = list[tuple[int, ...] | None]
 
@@ -30,17 +32,8 @@ def keep_strides(graph: fx.Graph, wanted: Strides) -> None:
         order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
         back = sorted(range(len(order)), key=order.__getitem__)
         with graph.inserting_before(end):
-            turned = _inserted(graph, aten.permute.default, results[i], order)
-            copy = _inserted(
-                graph, aten.clone.default, turned, memory_format=torch.contiguous_format
-            )
-            results[i] = _inserted(graph, aten.permute.default, copy, back)
+            contiguous = torch.contiguous_format
+            turned = called(graph, results[i], aten.permute.default, results[i], order)
+            copy = called(graph, turned, aten.clone.default, turned, memory_format=contiguous)
+            results[i] = called(graph, copy, aten.permute.default, copy, back)
     end.args = (results,)
-
-
-def _inserted(graph: fx.Graph, target: Any, source: fx.Node, *more: Any, **how: Any) -> fx.Node:
-    node = graph.call_function(target, (source, *more), how)
-    value = source.meta["val"]
-    with value.fake_mode:
-        node.meta["val"] = target(value, *more, **how)
-    return node

@@ -7,11 +7,8 @@ the number of experts. A larger number is an error when the step runs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 @torch.library.custom_op("piper::bincount", mutates_args=())
@@ -36,23 +33,3 @@ def _(x: Tensor, bins: int) -> Tensor:
 
 
 BINCOUNT = torch.ops.piper.bincount.default
-
-
-class FixedCounts(TorchFunctionMode):
-    """While active, ``torch.bincount(x, minlength=...)`` has exactly ``minlength`` bins."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = kwargs or {}
-        if func in (torch.bincount, Tensor.bincount):
-            x, weights, bins = _arguments(*args, **given)
-            if weights is None and bins > 0:
-                return torch.ops.piper.bincount(x, bins)
-        return func(*args, **given)
-
-
-def _arguments(
-    input: Tensor, weights: Tensor | None = None, minlength: int = 0
-) -> tuple[Tensor, Tensor | None, int]:
-    return input, weights, minlength

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from piper.capture.graphs import ancestors, extract, is_random, named_device
+from piper.capture.graphs import ancestors, arguments, extract, is_random, named_device
 
 aten = torch.ops.aten
 _LIBRARY = "transformers."
@@ -23,7 +23,7 @@ def restore_eager_attention(graph: fx.Graph) -> None:
     causal: dict[fx.Node, bool] = {}
     target = aten.scaled_dot_product_attention.default
     for node in graph.find_nodes(op="call_function", target=target):
-        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        mask = arguments(node)["attn_mask"]
         if not isinstance(mask, fx.Node) or not _from_library(node):
             continue
         if mask not in causal:
@@ -40,7 +40,7 @@ def _from_library(node: fx.Node) -> bool:
 
 def _call_causal(node: fx.Node) -> None:
     query, key, value = node.args[:3]
-    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    dropout = arguments(node)["dropout_p"]
     dropped = ("attn_mask", "dropout_p", "is_causal")
     kwargs = {k: v for k, v in node.kwargs.items() if k not in dropped}
     shared = (_unrepeated(key), _unrepeated(value))

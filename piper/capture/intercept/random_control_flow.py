@@ -6,7 +6,7 @@ known and is taken; any other is refused, and the error names the user's line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +33,7 @@ class DecideDraws(TorchFunctionMode):
         """Comparisons of drawn numbers with their outcomes; None if the outcome is random."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func == torch.Tensor.__bool__ and id(args[0]) in self._compared:
             return self._decided(args[0])

@@ -22,9 +22,9 @@ from piper.capture.blame import explain, user_name
 from piper.capture.graphs import returned
 from piper.capture.intercept.autograd_functions import Functions, function_ops, kept_whole
 from piper.capture.intercept.checkpointing import plain_checkpoints
-from piper.capture.intercept.grouped_tracing import use_ours
 from piper.capture.intercept.hf_attention import restore_eager_attention
 from piper.capture.intercept.hf_cache import first_updates_without_copies
+from piper.capture.intercept.own_operators import use_ours
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss
 from piper.capture.loss.whole_batch import of_whole_batch

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from piper.capture.batch import Batch, OutputTree
 from piper.capture.blame import RecordLines
-from piper.capture.intercept.bincount import FixedCounts
-from piper.capture.intercept.grouped_tracing import OurProducts
 from piper.capture.intercept.mixed_precision import MixedPrecision
 from piper.capture.intercept.outside_effects import assigned, attributes_of, generators_now
+from piper.capture.intercept.own_operators import OwnOperators
 from piper.capture.intercept.random_control_flow import DecideDraws
 from piper.capture.loss.loss_checks import check_loss
 from piper.capture.loss.outputs import Outputs
@@ -86,7 +85,7 @@ class TracedStep(nn.Module):
         leaves = [next(source) if isinstance(x, Tensor) else x for x in self._batch.leaves]
         args, kwargs, targets = self._batch.spec.unflatten(leaves)
         precision = MixedPrecision() if self._mixed else nullcontext()
-        with DecideDraws(), RefuseStray(self), OurProducts(), FixedCounts(), precision:
+        with DecideDraws(), RefuseStray(self), OwnOperators(), precision:
             return self._run(args, kwargs, targets)
 
     def _run(self, args: Any, kwargs: Any, targets: Any) -> tuple[Tensor, ...]:
