@@ -9,19 +9,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from piper.base.arguments import choice
+from piper.base.codec import picked
 from piper.base.errors import CaptureError
 from piper.base.modes import Precision, autocast_kinds
 from piper.base.units import class_text
-from piper.capture.batch import Batch, OutputTree
+from piper.capture.batch import Batch
 from piper.capture.chunk.autodiff import differentiate
 from piper.capture.chunk.chunks import Chunk, Cut, refuse_empty
 from piper.capture.chunk.cut import cut
@@ -31,26 +32,23 @@ from piper.capture.chunk.split_passes import Passes
 from piper.capture.chunk.unfold import unfolded
 from piper.capture.code.chunk_program import ChunkProgram
 from piper.capture.code.codegen import Compiler, compiler_named
-from piper.capture.code.totals import Totals
 from piper.capture.loss.loss_checks import refuse_uncallable
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss, loss_or_own
-from piper.capture.loss.row_mixing import RowMixing
 from piper.capture.repeats.equal_modules import Found
 from piper.capture.repeats.folds import NotFolded
 from piper.capture.shard.local_chunks import Sharding
 from piper.capture.shard.segments import segmented
-from piper.capture.trace.computation import Computation
 from piper.capture.trace.export import TraceRequest, export, exported_of, trace_text
-from piper.capture.trace.exported import Exported
+from piper.capture.trace.exported import Exported, TraceNotes
 from piper.capture.trace.quiet import quiet_tracing
 from piper.ir.dag.facts import LOSS_PREFIX
 from piper.ir.passes import Kind, Ref, RematPolicy
 from piper.ir.tensors import TensorSpec
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Captured:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Captured(TraceNotes):
     """A model's step as chunks of pure functions. It equals only itself, so that it can be a
     key."""
 
@@ -58,21 +56,12 @@ class Captured:
     programs: tuple[ChunkProgram, ...]
     """One for each chunk; equal chunks share one object."""
     joints: tuple[Joint, ...]
-    constants: Mapping[str, Tensor]
-    """Tensors that the model's code holds outside parameters and buffers, by name."""
-    output_tree: OutputTree
     example: Batch
     microbatches: int
     device: torch.device
     compiler: Compiler
     remat: RematPolicy
     """How much of the forward the backward passes recompute."""
-    traced: str
-    """A digest of the trace, to compare with another trace of the model."""
-    computation: Computation
-    """The traced operations, to compare with another program's."""
-    checkpoints: tuple[str, ...] = ()
-    """The lines of the model that call ``torch.utils.checkpoint``; ``remat`` decides instead."""
     master: torch.dtype | None = None
     """The dtype of the master weights, if the programs take copies in another precision."""
     declared: Mapping[str, str] = field(default_factory=dict)
@@ -80,15 +69,6 @@ class Captured:
     models)."""
     whole: Mapping[str, TensorSpec] = field(default_factory=dict)
     """The unsharded specs of parameters, where the programs take shards."""
-    totals: Totals | None = None
-    """Sums over the whole batch that the programs take as inputs, after the batch's tensors."""
-    mixing: RowMixing | None = None
-    """The first operation that needs the whole batch, so that microbatches and replicas do not
-    add up to it; None if none is known."""
-    tracing: str = ""
-    """Which modules were traced once for all their equals, or why they were not."""
-    repeated: int = 0
-    """How many calls of modules were not traced, but are copies of an equal module's operations."""
     found: Found = field(default_factory=Found)
     """What the trace has found of the model's equal modules, for later traces."""
 
@@ -239,25 +219,17 @@ def _capture(
     joints = differentiate(pieces, trained.__contains__, compiler, passes.joints)
     refuse_empty(pieces, exported.regions, exported.loss_region)
     return Captured(
+        **picked(exported, (field.name for field in fields(TraceNotes))),
         cut=pieces,
         programs=consume_inputs(pieces, [passes.of(joint, policy) for joint in joints]),
         joints=joints,
-        constants=exported.constants,
-        output_tree=exported.output_tree,
         example=request.batch,
         microbatches=request.parts,
         device=request.device,
         compiler=compiler,
         remat=policy,
-        traced=exported.traced,
-        computation=exported.computation,
-        checkpoints=exported.checkpoints,
         master=None if request.dtype is None else torch.float32,
         declared=_declared(model),
-        totals=exported.totals,
-        mixing=exported.mixing,
-        tracing=exported.tracing,
-        repeated=exported.repeated,
         found=request.found,
     )
 

@@ -45,8 +45,33 @@ class Traced:
     tracing: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TraceNotes:
+    """What is known of a traced step beside its graph."""
+
+    constants: Mapping[str, Tensor]
+    """Tensors that the model's code holds outside parameters and buffers, by name."""
+    output_tree: OutputTree
+    traced: str
+    """A digest of the trace, to compare with another trace of the model."""
+    computation: Computation
+    """The traced operations, to compare with another program's."""
+    checkpoints: tuple[str, ...] = ()
+    """The lines of the model that call ``torch.utils.checkpoint``; ``remat`` decides instead."""
+    totals: Totals | None = None
+    """Sums over the whole batch that are inputs of the step, after the batch's tensors; None if
+    there are no such inputs."""
+    mixing: RowMixing | None = None
+    """The first operation that needs the whole batch, so that microbatches and replicas do not
+    add up to it; None if none is known."""
+    tracing: str = ""
+    """Which modules were traced once for all their equals, or why they were not."""
+    repeated: int = 0
+    """How many calls of modules were not traced, but are copies of an equal module's operations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exported(TraceNotes):
     """The forward of one microbatch as a functional graph, and the roles of its ends."""
 
     graph: fx.Graph
@@ -58,25 +83,8 @@ class Exported:
     count: fx.Node | None
     outputs: tuple[fx.Node, ...]
     updates: dict[str, fx.Node]
-    constants: dict[str, Tensor]
     regions: dict[Region, str]
     loss_region: Region
-    output_tree: OutputTree
-    traced: str
-    """A digest of the trace, to compare with another trace."""
-    computation: Computation
-    """The traced operations, to compare with another program's."""
-    checkpoints: tuple[str, ...]
-    """The lines that call ``torch.utils.checkpoint``."""
-    totals: Totals | None = None
-    """How the last inputs are computed from the whole batch; None if there are no such inputs."""
-    mixing: RowMixing | None = None
-    """The first operation that needs the whole batch, so that microbatches do not add up to it;
-    None if none is known."""
-    tracing: str = ""
-    """Which modules were traced once for all their equals, or why they were not."""
-    repeated: int = 0
-    """How many calls of modules were not traced, but are copies of an equal module's operations."""
     folds: tuple[Fold, ...] = ()
     """The equal parts of which the graph has only the first two."""
 
