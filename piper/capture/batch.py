@@ -6,7 +6,7 @@ tensors of a batch have the same dimension 0, or one row for all rows, or no dim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from piper.base.errors import CaptureError, PiperError
 from piper.base.reading import torch_name
-from piper.base.units import class_text
+from piper.base.units import class_text, counted
 from piper.ir.tensors import TensorSpec
 
 Pad = Sequence[Any] | Mapping[str, float | int]
@@ -70,13 +70,13 @@ class Batch:
         args, kwargs, targets = self.spec.unflatten(list(self.leaves))
         n = 1 if kwargs else len(args)
         if len(batch) != n + len(targets):
-            inputs = f"1 mapping of {', '.join(kwargs)}" if kwargs else _number(n, "input")
+            inputs = f"1 mapping of {', '.join(kwargs)}" if kwargs else counted(n, "input")
             given = ""
             if len(batch) == 1 and isinstance(batch[0], Mapping):
                 given = f"1 mapping of {', '.join(map(str, batch[0]))}"
             raise PiperError(
-                f"a batch here is {inputs} and {_number(len(targets), 'target')}, as in the "
-                f"example that was captured; {given or _number(len(batch), 'value')} given. Give "
+                f"a batch here is {inputs} and {counted(len(targets), 'target')}, as in the "
+                f"example that was captured; {given or counted(len(batch), 'value')} given. Give "
                 f"the inputs, then the targets{', as a tuple' if given and not kwargs else ''}"
             )
         if kwargs and not isinstance(batch[0], Mapping):
@@ -151,22 +151,21 @@ class Batch:
     def resized(self, rows: int) -> Batch:
         """This batch with ``rows`` rows, as meta tensors."""
 
-        def changed(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not self.has_rows(leaf):
-                return leaf
-            return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+        def changed(x: Tensor) -> Tensor:
+            if not self.has_rows(x):
+                return x
+            return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta")
 
-        return Batch(tuple(map(changed, self.leaves)), self.spec, self.bare)
+        return self._with(changed)
 
     def without_content(self) -> Batch:
         """This batch as meta tensors."""
+        return self._with(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
 
-        def empty(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-
-        return Batch(tuple(map(empty, self.leaves)), self.spec, self.bare)
+    def _with(self, changed: Callable[[Tensor], Tensor]) -> Batch:
+        """This batch with other tensors."""
+        leaves = pytree.tree_map_only(Tensor, changed, self.leaves)
+        return Batch(leaves, self.spec, self.bare)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -271,10 +270,6 @@ def _refuse_kind(x: Tensor, path: str) -> None:
 def _in_order(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """``given`` with ``names`` first, in their order: a data loader may order keys differently."""
     return {name: given[name] for name in (*(n for n in names if n in given), *given)}
-
-
-def _number(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _counts(size: int) -> str:

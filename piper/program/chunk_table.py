@@ -35,7 +35,7 @@ def chunk_table(captured: Captured, *, fold: bool = False) -> Table:
     table.caption = Text(_CAPTION, style="dim italic")
     table.caption_justify = "left"
     letters = letters_of(captured)
-    footer = _totals(captured)
+    footer = _sizes(captured, range(len(captured.chunks)))
     table.add_column("#", justify="right", style="dim", no_wrap=True)
     table.add_column("region", "total", overflow="fold")
     if fold:
@@ -46,11 +46,10 @@ def chunk_table(captured: Captured, *, fold: bool = False) -> Table:
     for start, period, count in _groups(captured) if fold else _singles(captured):
         for index in range(start, start + period):
             chunks = captured.chunks[index : index + period * count : period]
-            program = captured.programs[index]
             times = [str(count) if count > 1 else ""] if fold else []
             name = Text(_name(chunks))  # not markup: names contain brackets around indices
-            sizes = _sizes(program, chunks[0])
-            table.add_row(str(index), name, *times, letters[program], *sizes)
+            sizes = _sizes(captured, [index])
+            table.add_row(str(index), name, *times, letters[captured.programs[index]], *sizes)
     return table
 
 
@@ -69,50 +68,35 @@ _SIZES = ("params", "bytes", "outputs", "saved", "held", "F", "BI", "BW")
 _SHOWN = (Pass.F, Pass.BI, Pass.BW)
 
 
-def _sizes(program: ChunkProgram, chunk: Chunk) -> list[str]:
-    parameters = [program.specs[Ref(Kind.PARAMETER, i)] for i in range(len(chunk.parameters))]
-    outputs = [program.specs[Ref(Kind.OUTPUT, i)] for i in range(len(chunk.outputs))]
-    held = [program.specs[ref] for ref in _held(program)]
-    passes = [program.functions.get(which) for which in _SHOWN]
-    return [
-        _si(sum(spec.numel for spec in parameters)),
-        f"{_si(sum(spec.nbytes for spec in parameters))}B",
-        f"{_si(sum(spec.nbytes for spec in outputs))}B",
-        f"{_si(program.saved_bytes)}B",
-        f"{_si(sum(spec.nbytes for spec in held))}B",
-        *("–" if function is None else _si(function.flops) for function in passes),
-    ]
-
-
-def _totals(captured: Captured) -> list[str]:
-    """The totals of all columns. A parameter or value that several chunks use counts once."""
+def _sizes(captured: Captured, indices: Iterable[int]) -> list[str]:
+    """The columns of some chunks together. A parameter or value that several of them use counts
+    once."""
+    chunks = [(captured.chunks[i], captured.programs[i]) for i in indices]
     parameters = {
         name: program.specs[Ref(Kind.PARAMETER, i)]
-        for chunk, program in zip(captured.chunks, captured.programs, strict=True)
+        for chunk, program in chunks
         for i, name in enumerate(chunk.parameters)
     }.values()
-    outputs = [captured.cut.values[i] for chunk in captured.chunks for i in chunk.outputs]
+    held = {
+        (chunk.inputs if ref.kind is Kind.INPUT else chunk.outputs)[ref.index]
+        for chunk, program in chunks
+        for ref in program.held(Pass.B)
+        if ref.kind in (Kind.INPUT, Kind.OUTPUT)
+    }
+    outputs = (value for chunk, _ in chunks for value in chunk.outputs)
+    own, after = (
+        sum(captured.cut.values[value].spec.nbytes for value in values)
+        for values in (outputs, held)
+    )
+    passes = [[p.functions.get(which) for _, p in chunks] for which in _SHOWN]
     return [
         _si(sum(spec.numel for spec in parameters)),
         f"{_si(sum(spec.nbytes for spec in parameters))}B",
-        f"{_si(sum(value.spec.nbytes for value in outputs))}B",
-        f"{_si(sum(program.saved_bytes for program in captured.programs))}B",
-        f"{_si(_held_by_all(captured))}B",
-        *(_si(sum(_flops(program, which) for program in captured.programs)) for which in _SHOWN),
+        f"{_si(own)}B",
+        f"{_si(sum(program.saved_bytes for _, program in chunks))}B",
+        f"{_si(after)}B",
+        *(_si(sum(f.flops for f in row if f)) if any(row) else "–" for row in passes),
     ]
-
-
-def _held(program: ChunkProgram) -> list[Ref]:
-    return [ref for ref in program.held(Pass.B) if ref.kind in (Kind.INPUT, Kind.OUTPUT)]
-
-
-def _held_by_all(captured: Captured) -> int:
-    values = {
-        (chunk.inputs if ref.kind is Kind.INPUT else chunk.outputs)[ref.index]
-        for chunk, program in zip(captured.chunks, captured.programs, strict=True)
-        for ref in _held(program)
-    }
-    return sum(captured.cut.values[index].spec.nbytes for index in values)
 
 
 def _flops(program: ChunkProgram, which: Pass) -> int:

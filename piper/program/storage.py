@@ -44,6 +44,7 @@ from piper.cost.answers import Answers, Asked
 from piper.cost.rough_costs import Costs
 from piper.ir.dag.build import build
 from piper.ir.dag.facts import Facts, Model
+from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.tensors import TensorSpec
 from piper.lower.lower import Settings, lower
 from piper.program.checks import check, check_placed
@@ -137,7 +138,7 @@ def files_of(program: Compiled) -> dict[str, bytes]:
             "the plans of this program are not the plans of its strategy, and a program is "
             "saved without plans: launch it on virtual devices, which need no copy of it"
         )
-    graphs = _Graphs()
+    graphs: EqualNumbers[ChunkProgram] = EqualNumbers()
     training, evaluation = program.steps
     costs = _plain_costs(program)
     file = _File(
@@ -163,7 +164,7 @@ def files_of(program: Compiled) -> dict[str, bytes]:
     torch.save([dict(step.code.constants) for step in program.steps], buffer)
     return {
         "program.json": json.dumps(data).encode(),
-        "graphs.json": json.dumps([program_to_json(p) for p in graphs.items]).encode(),
+        "graphs.json": json.dumps([program_to_json(p) for p in graphs.values]).encode(),
         "constants.pt": buffer.getvalue(),
     }
 
@@ -265,27 +266,19 @@ def _constants(content: bytes) -> list[dict[str, Tensor]]:
     return list(constants)
 
 
-class _Graphs:
-    """Numbers distinct chunk programs in order of appearance."""
-
-    def __init__(self) -> None:
-        self.items: dict[ChunkProgram, int] = {}
-
-    def number(self, program: ChunkProgram) -> int:
-        return self.items.setdefault(program, len(self.items))
-
-
-def _step_to_file(step: Step, graphs: _Graphs, known: Facts | None = None) -> _StepFile:
+def _step_to_file(
+    step: Step, graphs: EqualNumbers[ChunkProgram], known: Facts | None = None
+) -> _StepFile:
     facts, code = step.facts, step.code
     totals = None
     if (own := code.totals) is not None:
-        totals = _TotalsFile(graphs.number(own.program), **picked(own, _TOTALS))
+        totals = _TotalsFile(graphs.of(own.program), **picked(own, _TOTALS))
     same = facts is known or facts.whole == next(iter(facts.models.values()))
     return _StepFile(
         whole=None if same else facts.whole,
         models=None if facts is known else facts.models,
         code=_CodeFile(
-            programs={n: tuple(map(graphs.number, row)) for n, row in code.programs.items()},
+            programs={n: tuple(map(graphs.of, row)) for n, row in code.programs.items()},
             totals=totals,
             **picked(code, _CODE),
         ),

@@ -217,8 +217,14 @@ class Capture:
         if job is None:
             return self._found_or_compiled(under)
         digest = digest_of(*self._compiled_from(under)).text
-        known: dict[str, Any] = {
-            "strategy": strategy,
+        here = partial(self._found_or_compiled, under, digest)
+        deferred = partial(Deferred.made, here, **self._known(under, digest))
+        return job.compiled(digest, here, deferred)
+
+    def _known(self, under: _Under, digest: str | None) -> dict[str, Any]:
+        """The fields of a program that are known before it is compiled."""
+        return {
+            "strategy": under.strategy,
             "training": self._training,
             "source": self._source,
             "names": StateNames.of(self._source),
@@ -229,8 +235,6 @@ class Capture:
             "frozen": self._frozen,
             "given": digest,
         }
-        here = partial(self._found_or_compiled, under, digest)
-        return job.compiled(digest, here, partial(Deferred.made, here, **known))
 
     def _compiled_from(self, under: _Under) -> tuple[object, ...]:
         """Everything that is compiled. The optimizer, which changes only plans, is compared
@@ -272,12 +276,8 @@ class Capture:
         stages.end()
         return replace(
             program,
+            **self._known(under, digest),
             settings=replace(program.settings, costs=under.costs or Costs()),
-            arguments=self._given,
-            example=self._given.batch,
-            again=partial(self._again, under),
-            frozen=self._frozen,
-            given=digest,
             tracing=f"{line}\n{about.tracing}".rstrip(),
             timings=stages.seconds,
         )
@@ -292,10 +292,10 @@ class Capture:
             if self._given.remat is None:
                 warn_of_checkpointing(self._given.model, strategy, first.checkpoints)
             warn_of_mixing(captured.values())
-            names = StateNames.of(self._source)
+            known = self._known(under, digest)
             for directive in strategy.directives:
                 if isinstance(directive, Shard):
-                    directive.check_names(names.keys)
+                    directive.check_names(known["names"].keys)
             with stages.stage("applying the strategy"):
                 placed = self._placer.placed(strategy, captured, shape.experts)
             trained = trained_shapes(placed.facts.whole, placed.code)
@@ -327,23 +327,14 @@ class Capture:
                     settings,
                 )
         program = Program(
-            strategy=strategy,
-            training=self._training,
-            source=self._source,
-            names=names,
+            **known,
             settings=settings,
             training_step=training_step,
             evaluation_step=evaluation_step,
             lowered=lowered,
             buckets=buckets,  # of training, then those that only evaluation uses
-            example=first.example,
-            device=first.device,
             compiler=first.compiler,
             computation=first.computation,
-            arguments=self._given,
-            again=partial(self._again, under),
-            frozen=self._frozen,
-            given=digest,
             tracing=first.tracing,
             timings=stages.seconds,
         )
