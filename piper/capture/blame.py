@@ -110,7 +110,8 @@ def user_frames(stack: str) -> str:
 def operation_text(node: fx.Node) -> str:
     """The operation's name, with the module and the user's line that call it."""
     function = getattr(node.target, "function", None)  # an autograd function
-    name = getattr(function, "__name__", None) or _operator(node)
+    operator = str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
+    name = getattr(function, "__name__", None) or operator
     modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
     module = f" of {user_name(modules[-1], {})}" if modules and modules[-1] != "model" else ""
     places = re.findall(
@@ -118,10 +119,6 @@ def operation_text(node: fx.Node) -> str:
     )
     line = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
     return name + module + line
-
-
-def _operator(node: fx.Node) -> str:
-    return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
 
 
 def calling_line() -> str:

@@ -43,7 +43,8 @@ def chunk_table(captured: Captured, *, fold: bool = False) -> Table:
     table.add_column("prog", justify="center", style="bold", no_wrap=True)
     for header, total in zip(_SIZES, footer, strict=True):
         table.add_column(header, total, justify="right", no_wrap=True)
-    for start, period, count in _groups(captured) if fold else _singles(captured):
+    singles = ((index, 1, 1) for index in range(len(captured.chunks)))
+    for start, period, count in _groups(captured) if fold else singles:
         for index in range(start, start + period):
             chunks = captured.chunks[index : index + period * count : period]
             times = [str(count) if count > 1 else ""] if fold else []
@@ -115,10 +116,6 @@ def letters_of(captured: Captured) -> dict[ChunkProgram, str]:
 
 RepeatedChunks = tuple[int, int, int]
 """The index of the first chunk, the number of chunks in a group, and the number of repetitions."""
-
-
-def _singles(captured: Captured) -> Iterable[RepeatedChunks]:
-    return ((index, 1, 1) for index in range(len(captured.chunks)))
 
 
 def _groups(captured: Captured) -> Iterable[RepeatedChunks]:

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from piper.base.errors import CaptureError
 from piper.capture.blame import explain
-from piper.capture.chunk.chunks import Body, Chunk, Cut
+from piper.capture.chunk.chunks import Body, Cut
 from piper.capture.chunk.joint import Demand, Joint, Stride
 from piper.capture.code.codegen import Compiler
 from piper.capture.graphs import mutates, operations, returned
@@ -120,7 +120,11 @@ def _gradient_flow(cut: Cut, trained: Callable[[str], bool]) -> list[bool]:
     flows = [False] * len(cut.values)
     seen: dict[tuple[str, tuple[bool, ...]], tuple[bool, ...]] = {}
     for chunk in cut.chunks:
-        needs = _argument_needs(chunk, trained, flows)
+        needs = (
+            *map(trained, chunk.parameters),
+            *(False for _ in chunk.buffers),
+            *(flows[i] for i in chunk.inputs),
+        )
         key = (chunk.body.key, needs)
         if key not in seen:
             try:
@@ -130,16 +134,6 @@ def _gradient_flow(cut: Cut, trained: Callable[[str], bool]) -> list[bool]:
         for index, flow in zip(chunk.outputs, seen[key], strict=False):
             flows[index] = flow
     return flows
-
-
-def _argument_needs(
-    chunk: Chunk, trained: Callable[[str], bool], flows: list[bool]
-) -> tuple[bool, ...]:
-    return (
-        *(trained(name) for name in chunk.parameters),
-        *(False for _ in chunk.buffers),
-        *(flows[i] for i in chunk.inputs),
-    )
 
 
 def _outputs_need(body: Body, needs: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -170,7 +164,8 @@ def trace(body: Body, demand: Demand, compiler: Compiler) -> Joint:
         # The engine starts from the gradient that an input already has and adds one term for each
         # use here, in the order of an uncut backward. `_terms` reads the terms off these additions.
         heads = [results[i] for i in outputs] + [primals[first_input + i] for i in apart]
-        sources = [primals[_position(ref, first_input)] for ref in wanted]
+        first = {Kind.INPUT_GRAD: first_input, Kind.PARAMETER_GRAD: 0}
+        sources = [primals[first[ref.kind] + ref.index] for ref in wanted]
         if not heads or not sources:
             return list(results), [None] * len(sources)
         grads = torch.autograd.grad(heads, sources, tangents, allow_unused=True)
@@ -252,10 +247,6 @@ def _gradient_refs(demand: Demand) -> list[Ref]:
     inputs = [Ref(Kind.INPUT_GRAD, i) for i, wanted in enumerate(demand.inputs) if wanted]
     parameters = [Ref(Kind.PARAMETER_GRAD, i) for i, w in enumerate(demand.parameters) if w]
     return inputs + parameters
-
-
-def _position(ref: Ref, first_input: int) -> int:
-    return ref.index + (first_input if ref.kind is Kind.INPUT_GRAD else 0)
 
 
 @contextmanager

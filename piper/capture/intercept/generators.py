@@ -146,10 +146,6 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Te
     return x.mul(mask).mul_(1 / (1 - p)), mask
 
 
-def _bernoulli(x: Tensor, p: float) -> Tensor:
-    return torch.bernoulli(x, p, generator=_current.get())
-
-
 def dropout(x: Tensor, p: float) -> Tensor:
     """``torch.dropout`` in training, with the same draws, from the named generator."""
     generator = _current.get()
@@ -169,7 +165,7 @@ def _like(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 _ATEN = torch.ops.aten
 _OWN: Mapping[OpOverload, Callable[..., Any]] = {
-    _ATEN.bernoulli.p: _bernoulli,
+    _ATEN.bernoulli.p: lambda x, p: torch.bernoulli(x, p, generator=_current.get()),
     _ATEN.native_dropout.default: _native_dropout,
     _ATEN.rand_like.default: _like(Tensor.uniform_),
     _ATEN.randn_like.default: _like(Tensor.normal_),
