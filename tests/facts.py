@@ -15,7 +15,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from piper.ir.dag.facts import ChunkFacts, Model, ParameterFacts, PassFacts, ValueFacts, Variant
+from piper.ir.dag.facts import (
+    ChunkFacts,
+    Model,
+    OpCost,
+    ParameterFacts,
+    PassCost,
+    PassFacts,
+    ValueFacts,
+    Variant,
+)
 from piper.ir.passes import Kind, Pass, Ref, RematPolicy
 from piper.ir.shards import SortedRows
 
@@ -77,7 +86,7 @@ class _Writer:
 def _pass(written: str, flops: int = 0, *, weights: bool = False, workspace: int = 0) -> PassFacts:
     """Pass facts from ``"input0 -> output0 saved0"``."""
     reads, writes = written.split("->")
-    return PassFacts(_refs(reads), _refs(writes), flops, weights, workspace)
+    return PassFacts(_refs(reads), _refs(writes), PassCost((OpCost(1, flops),)), weights, workspace)
 
 
 def _refs(written: str) -> tuple[Ref, ...]:
@@ -396,7 +405,11 @@ def at(model: Model, group: int, whole: int = 1) -> Model:
             known[id(chunk.variants)] = {
                 policy: Variant(
                     passes={
-                        which: replace(p, flops=part(p.flops), workspace=part(p.workspace))
+                        which: replace(
+                            p,
+                            cost=PassCost((OpCost(1, part(p.flops)),)),
+                            workspace=part(p.workspace),
+                        )
                         for which, p in variant.passes.items()
                     },
                     saved_bytes=part(variant.saved_bytes),

@@ -197,13 +197,11 @@ def _pass(captured: Captured, program: ChunkProgram, which: Pass) -> PassFacts:
     return PassFacts(
         reads=reads,
         writes=writes,
-        flops=function.flops,
+        cost=function.cost,
         uses_parameters=uses_parameters,
         workspace=function.workspace,
         last=last,
         eased=function.workspace - freeing,
-        moved=function.moved,
-        moved_fused=function.moved_fused,
         housed=max(
             0,
             _housed(captured, program, function, ()) - function.workspace,

@@ -4,6 +4,7 @@ graph out as a function, ``module_of``, and ``called``, which adds an operation.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
 from piper.capture.operators.grouped_mm import working_memory
+from piper.ir.dag.facts import OpCost, PassCost
 from piper.ir.grouped import grouped
 from piper.ir.tensors import TensorSpec
 
@@ -254,25 +256,20 @@ def _made(node: fx.Node) -> tuple[dict[fx.Node, int], int]:
     return {takers[i]: n for i, n in sizes.items() if i in takers}, unused
 
 
-def flops(graph: fx.Graph) -> int:
-    """FLOPs of the matrix products, convolutions and attentions in a graph."""
-    return sum(map(node_flops, operations(graph)))
-
-
-def moved(graph: fx.Graph, *, fused: bool) -> int:
-    """Bytes that the operations of a graph read and write, each as a kernel of its own. With
-    ``fused``, only operations that ``flops`` counts, and the graph's arguments and results."""
-    total = 0
+def pass_cost(graph: fx.Graph) -> PassCost:
+    """The operations of a graph but views, each a kernel of its own."""
+    counts: Counter[tuple[int, int]] = Counter()
     for node in operations(graph):
-        if base_of(node) is not node or (fused and node_flops(node) == 0):
+        if base_of(node) is not node:
             continue
         made, unused = _made(node)
-        read = set(node.all_input_nodes)
-        total += sum(made.values()) + unused + sum(map(nbytes_of, read))
-    if fused:
-        ends = {*returned(graph), *(node for node in graph.nodes if node.op == "placeholder")}
-        total += sum(map(nbytes_of, ends))
-    return total
+        read = sum(map(nbytes_of, set(node.all_input_nodes)))
+        counts[node_flops(node), sum(made.values()) + unused + read] += 1
+    ends = {*returned(graph), *graph.find_nodes(op="placeholder")}
+    return PassCost(
+        tuple(OpCost(count, *of) for of, count in counts.items() if any(of)),
+        sum(map(nbytes_of, ends)),
+    )
 
 
 def nbytes_of(node: fx.Node) -> int:

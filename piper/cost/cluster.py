@@ -8,6 +8,7 @@ link between two given machines can be set separately.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +130,8 @@ class Cluster:
         if given is not None:
             return given
         ends = self.machines[a].outside, self.machines[b].outside
-        return Link(min(e.bandwidth for e in ends), max(e.latency for e in ends))
+        bandwidth, latency = min(e.bandwidth for e in ends), max(e.latency for e in ends)
+        return Link(bandwidth, latency, max(e.crowding for e in ends))
 
     def duration(self, task: Task, devices: Group) -> float:
         """Seconds of ``task``, from its operations and memory traffic, or from the bytes it sends
@@ -137,7 +139,7 @@ class Cluster:
         self.refuse_smaller(devices)
         if task.kind in (TaskKind.PASS, TaskKind.UPDATE, TaskKind.ADD):
             kinds = {id(device): device for device in map(self.device, devices)}.values()
-            return max(d.seconds(task.flops, task.traffic, task.dtype) for d in kinds)
+            return max(d.seconds(task.kernels, task.dtype) for d in kinds)
         if task.kind is TaskKind.COPY:
             return max(self.device(d).copy_seconds(task.nbytes) for d in devices)
         return communication_seconds(task.kind, self.way(devices), task.nbytes)
@@ -161,17 +163,24 @@ class Cluster:
         near = min((link.bandwidth for link in inside), default=math.inf)
         latency = max((link.latency for link in inside), default=0.0)
         far = round_far = math.inf
+        hops = sum((counts[m] - 1) * self.machines[m].inside.latency for m in machines)
+        far_hops = []
         for a, b in self._neighbours(machines):
             link = self.link(a, b)
-            far = min(far, link.bandwidth)
-            round_far = min(round_far, link.bandwidth * min(counts[a], counts[b]))
+            bandwidth = link.among(len(machines))
+            far = min(far, bandwidth)
+            round_far = min(round_far, bandwidth * min(counts[a], counts[b]))
             latency = max(latency, link.latency)
+            far_hops.append(link.latency)
+        if far_hops:
+            hops += statistics.mean(far_hops) * len(machines)
         least = min(counts.values())
         peers = len(group) - 1
         return Way(
             members=len(group),
             bandwidth=min(near, round_far),
             latency=latency,
+            hop=hops / max(1, peers if not far_hops else len(group)),
             near=(least - 1) / peers if peers else 1.0,
             near_bandwidth=near,
             far_bandwidth=far,

@@ -58,6 +58,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 class _Link(msgspec.Struct, forbid_unknown_fields=True):
     bandwidth: _Number
     latency: _Number = 0.0
+    crowding: _Number = 0.0
 
 
 class _Machine(msgspec.Struct, forbid_unknown_fields=True):
@@ -230,4 +231,4 @@ def _given(file: _Device | _Sharing) -> dict[str, Any]:
 def _link(given: str | _Link, links: Mapping[str, Link]) -> Link:
     if isinstance(given, str):
         return presets.named(links, given, "link")
-    return Link(given.bandwidth, given.latency)
+    return Link(given.bandwidth, given.latency, given.crowding)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from piper.base.errors import PiperError
+from piper.ir.dag.facts import OpCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,19 @@ class Link:
     """Bytes per second, in each direction."""
     latency: float
     """Seconds until the first byte arrives."""
+    crowding: float = 0.0
+    """How bandwidth between machines falls with their number: among n machines it is that of two,
+    divided by (n / 2) ** ``crowding``. 0 is a network without contention."""
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not 0 <= self.latency < math.inf:
             raise PiperError(f"{self}: bandwidth must be positive, and latency not negative")
+        if not 0 <= self.crowding <= 1:
+            raise PiperError(f"{self}: crowding must be between 0 and 1")
+
+    def among(self, machines: int) -> float:
+        """Bytes per second of a device in a collective among so many machines."""
+        return self.bandwidth / max(1.0, machines / 2) ** self.crowding
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +49,12 @@ class Device:
     bandwidth: float
     """Memory bandwidth: bytes read or written per second."""
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    """Pairs of a pass's number of operations and the share of ``flops`` that it reaches;
-    interpolated on the logarithm of the operations."""
+    """Pairs of a kernel's FLOPs and the share of ``flops`` that it reaches; interpolated on the
+    logarithm of the FLOPs."""
     overhead: float = 0.0
-    """Fixed seconds of every instruction."""
+    """Fixed seconds of every kernel."""
     issue: float = 0.0
-    """Seconds that the host takes to issue one instruction."""
+    """Seconds that the host takes to launch one kernel or one communication."""
     synchronous: bool = False
     """Whether the host itself computes, as on a CPU: then a delayed instruction delays all later
     ones. Otherwise it delays only its own stream."""
@@ -73,7 +83,7 @@ class Device:
         return listed or next(iter(self.flops.values()))
 
     def reached(self, flops: float) -> float:
-        """The share of the peak that a pass of ``flops`` operations reaches."""
+        """The share of the peak that a kernel of ``flops`` operations reaches."""
         points = self.efficiency
         if flops <= points[0][0]:
             return points[0][1]
@@ -83,10 +93,15 @@ class Device:
                 return start + place * (end - start)
         return points[-1][1]
 
-    def seconds(self, flops: int, nbytes: int, dtype: torch.dtype) -> float:
-        """Seconds of ``flops`` operations with ``nbytes`` of memory traffic."""
+    def seconds(self, kernels: Iterable[OpCost], dtype: torch.dtype) -> float:
+        """Seconds of ``kernels``, one after another: each takes its overhead, and the longer of its
+        FLOPs at the speed that it reaches and its memory traffic."""
+        return sum(kernel.count * self._kernel_seconds(kernel, dtype) for kernel in kernels)
+
+    def _kernel_seconds(self, kernel: OpCost, dtype: torch.dtype) -> float:
+        flops = kernel.flops
         computing = flops / (self.peak(dtype) * self.reached(flops)) if flops else 0.0
-        return self.overhead + max(computing, nbytes / self.bandwidth)
+        return self.overhead + max(computing, kernel.nbytes / self.bandwidth)
 
     def copy_seconds(self, nbytes: int) -> float:
         """Seconds of a copy of ``nbytes`` to the host."""

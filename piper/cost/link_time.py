@@ -1,9 +1,9 @@
 """The seconds of a communication, with the fastest algorithm for its size.
 
-``piper/ir/collectives.py`` has the bytes that a member sends, and the number of rounds. Each round
-takes one latency. In a ring, the slowest link limits the bytes. If each member sends to each,
-traffic inside a machine and traffic to other machines use separate links, and the slower of the two
-counts.
+``piper/ir/collectives.py`` has the bytes that a member sends, and the number of rounds. A round
+takes the latency of the slowest link, in a ring the mean latency of its hops. In a ring, the
+slowest link limits the bytes. If each member sends to each, traffic inside a machine and traffic to
+other machines use separate links, and the slower of the two counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from piper.cost.tasks import TaskKind
-from piper.ir.collectives import COLLECTIVES, Algorithm, Move
+from piper.ir.collectives import COLLECTIVES, Algorithm, Move, Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Way:
     bandwidth: float
     """Bytes per second of one device in a ring, limited by the slowest link."""
     latency: float
+    hop: float
+    """The mean latency between neighbours of the ring."""
     near: float
     """The share of a device's peers in its own machine, for the device with the fewest."""
     near_bandwidth: float
@@ -49,8 +51,9 @@ def communication_seconds(kind: TaskKind | Move, way: Way, nbytes: int) -> float
 
 
 def _seconds(algorithm: Algorithm, way: Way, sent: float) -> float:
-    latency = algorithm.rounds(way.members) * way.latency
-    if not algorithm.direct:
+    ring = algorithm.route is Route.RING
+    latency = algorithm.rounds(way.members) * (way.hop if ring else way.latency)
+    if algorithm.route is not Route.DIRECT:
         return sent / way.bandwidth + latency
     near = sent * way.near / way.near_bandwidth
     far = sent * (1 - way.near) / way.far_bandwidth

@@ -13,7 +13,7 @@ from piper.base.errors import PiperError
 from piper.cost.hardware import Device, Link, Sharing
 
 _GPU = ((1e7, 0.02), (1e9, 0.2), (1e10, 0.45), (1e11, 0.65), (1e12, 0.72))
-"""Small passes leave a GPU idle."""
+"""Small kernels leave a GPU idle."""
 _GIB = 2**30
 
 
@@ -21,7 +21,7 @@ def _gpu(
     name: str, half: float, single: float, memory: int, bandwidth: float, sms: int | None = None
 ) -> Device:
     flops = {torch.bfloat16: half, torch.float16: half, torch.float32: single}
-    return Device(name, flops, memory * _GIB, bandwidth, _GPU, 5e-6, 5e-6, sms=sms)
+    return Device(name, flops, memory * _GIB, bandwidth, _GPU, 2e-6, 5e-6, sms=sms)
 
 
 def _named(*devices: Device) -> Mapping[str, Device]:
@@ -42,7 +42,7 @@ DEVICES = _named(
     _gpu("MI250X", 383e12, 47.9e12, 128, 3.2e12),
     _gpu("MI300X", 1307e12, 163e12, 192, 5.3e12),
     # One core.
-    Device("CPU", {torch.float32: 6e10}, 8 * _GIB, 1e10, ((1.0, 0.5),), 2e-5, 2e-5, True),
+    Device("CPU", {torch.float32: 6e10}, 8 * _GIB, 1e10, ((1.0, 0.5),), 5e-6, 2e-5, True),
 )
 
 LINKS: Mapping[str, Link] = {
@@ -57,6 +57,7 @@ LINKS: Mapping[str, Link] = {
     "InfiniBand-HDR": Link(25e9, 5e-6),
     "InfiniBand-NDR": Link(50e9, 5e-6),
     "InfiniBand-XDR": Link(100e9, 5e-6),
+    "EFA-3200": Link(35e9, 3e-5, crowding=0.6),
     "Ethernet-400G": Link(50e9, 1e-5),
     "Ethernet-100G": Link(12.5e9, 1.5e-5),
     "Ethernet-25G": Link(3.1e9, 2e-5),

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,22 +129,29 @@ class Recorded:
 
     def moved_seconds(self, kind: str, members: int, nbytes: int) -> float | None:
         """Seconds of a communication, interpolated between the next smaller and larger ones of its
-        kind; None if none was measured."""
+        kind; None if it is smaller or larger than all that were measured."""
         points = self._by_kind.get((kind, members))
         if not points:
             return None
-        smaller = [one for one in points if one.nbytes <= nbytes]
-        larger = [one for one in points if one.nbytes >= nbytes]
-        if not smaller:
-            return larger[0].seconds
-        low = smaller[-1]
-        if not larger:
-            return low.seconds * nbytes / low.nbytes if low.nbytes else low.seconds
-        high = larger[0]
-        if high.nbytes == low.nbytes:
-            return low.seconds
+        after = bisect_left(points, nbytes, key=lambda one: one.nbytes)
+        if after == len(points):
+            return None
+        high = points[after]
+        if high.nbytes == nbytes:
+            return high.seconds
+        if after == 0:
+            return None
+        low = points[after - 1]
         place = (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
         return low.seconds + place * (high.seconds - low.seconds)
+
+    def nearest(self, task: Task) -> Moved | None:
+        """The measured task of this kind that is nearest in size; None for passes, and if none was
+        measured."""
+        points = self._by_kind.get((task.kind.value, task.members))
+        if task.work is not None or not points:
+            return None
+        return min(points[0], points[-1], key=lambda one: abs(one.nbytes - task.nbytes))
 
     def duration(self, task: Task, devices: Group) -> float | None:
         """Seconds of a task; None if no similar task was measured."""

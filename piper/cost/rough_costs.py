@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from piper.base.errors import PiperError
+from piper.cost.fallback import Fallback
 from piper.cost.recorded import Recorded
-from piper.cost.tasks import Fallback, Task, TaskKind
+from piper.cost.tasks import Task, TaskKind
 from piper.ir.ops import Group
 
 

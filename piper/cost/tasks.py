@@ -2,7 +2,7 @@
 
 A ``CostModel`` gives the seconds of a ``Task``. The scheduler and the simulator ask it through
 ``Durations``. ``Costs`` is a model of three figures, ``Cluster`` one of devices and links, and
-``Recorded`` one of measured times; ``Fallback`` puts one before another.
+``Recorded`` one of measured times; ``Fallback`` (fallback.py) puts one before another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from piper.base.errors import PiperError
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag, Node, region_of
-from piper.ir.dag.facts import Model
+from piper.ir.dag.facts import Model, OpCost
 from piper.ir.dag.sizes import Sizes
 from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Add, Collective, Compute, Copy, Group, Select, Transfer, Update
@@ -57,10 +57,8 @@ class Task:
     """The work of one device in a node: everything that its time depends on."""
 
     kind: TaskKind | Move
-    flops: int = 0
-    """Operations of a pass."""
-    traffic: int = 0
-    """Memory traffic in bytes of a pass, an update or an addition."""
+    kernels: tuple[OpCost, ...] = ()
+    """The operations of a pass, an update or an addition."""
     nbytes: int = 0
     """Bytes of an update, an addition, a copy or a communication: for a reduction its input, for a
     gather its output."""
@@ -71,6 +69,16 @@ class Task:
     dtype: torch.dtype = torch.float32
     """The dtype of matrix products."""
 
+    @property
+    def flops(self) -> int:
+        """FLOPs of all operations."""
+        return sum(kernel.count * kernel.flops for kernel in self.kernels)
+
+    @property
+    def launches(self) -> int:
+        """How many operations the host starts."""
+        return sum(kernel.count for kernel in self.kernels) or 1
+
 
 @runtime_checkable
 class CostModel(Protocol):
@@ -80,18 +88,6 @@ class CostModel(Protocol):
         """Seconds of ``task``: a pass or an update on the slowest of ``devices``, a communication
         among all of them; None if unknown."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """Asks the first model, and the other one for tasks that the first does not know."""
-
-    first: CostModel
-    otherwise: CostModel
-
-    def duration(self, task: Task, devices: Group) -> float | None:
-        known = self.first.duration(task, devices)
-        return self.otherwise.duration(task, devices) if known is None else known
 
 
 class Tasks:
@@ -117,7 +113,8 @@ class Tasks:
             case Add() | Select():
                 nbytes = self._sizes.copied_by(node)
                 key = TaskKind.ADD, nbytes
-                make = partial(Task, TaskKind.ADD, traffic=nbytes, nbytes=nbytes)
+                kernels = (OpCost(1, 0, nbytes),)
+                make = partial(Task, TaskKind.ADD, kernels, nbytes)
             case Copy(nbytes=nbytes):
                 key, make = (TaskKind.COPY, nbytes), partial(Task, TaskKind.COPY, nbytes=nbytes)
             case Transfer() | Collective() as op:
@@ -137,8 +134,7 @@ class Tasks:
         region, remat = region_of(dag, op.chunk), dag.policy(op.chunk)
         return Task(
             TaskKind.PASS,
-            flops=facts.flops,
-            traffic=facts.moved_fused if self._fused else facts.moved,
+            facts.cost.fused if self._fused else facts.cost.each,
             work=Work(op.chunk, region, op.which, rows, ways, remat),
             dtype=self._dtype,
         )
@@ -147,7 +143,7 @@ class Tasks:
         updated = self._sizes.part(bucket, 1) * self._dag.buckets[bucket].gradient.itemsize
         # reads gradients, parameters and state; writes parameters and state
         traffic = int(updated * (3 + 2 * self._optimizer))
-        return Task(TaskKind.UPDATE, traffic=traffic, nbytes=updated, dtype=self._dtype)
+        return Task(TaskKind.UPDATE, (OpCost(1, 0, traffic),), updated, dtype=self._dtype)
 
 
 class Durations:

@@ -8,7 +8,7 @@ n is the number of members. S is the bytes that enter a reduction or leave a gat
                                   a member sends      in rounds
     all_reduce                    2 (n - 1) / n S     2 (n - 1)      a ring, for many bytes
                               or  2 S                 2 log2(n)      a tree, for few bytes
-    reduce_scatter, all_gather    (n - 1) / n S       log2(n)        halving
+    reduce_scatter, all_gather    (n - 1) / n S       n - 1          a ring
     all_to_all                    (n - 1) / n S       1              each to each
 """
 
@@ -105,6 +105,16 @@ def move_between(made: Placement, wanted: Placement) -> Move:
     return _MOVES[type(made), type(wanted)]
 
 
+class Route(Enum):
+    """To whom the members of a collective send."""
+
+    RING = "ring"
+    """Each to the next one, in the order of the group."""
+    TREE = "tree"
+    DIRECT = "direct"
+    """Each to all others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """One algorithm of a collective."""
@@ -115,8 +125,7 @@ class Algorithm:
     """How many times a member sends (n - 1) / n of the bytes: all parts except its own."""
     wholes: int = 0
     """How many times a member sends all bytes."""
-    direct: bool = False
-    """Whether members send directly to each other, not around a ring."""
+    route: Route = Route.RING
 
     def sent(self, nbytes: int, share: _Number) -> _Number:
         """Bytes that a member sends; ``share`` is (n - 1) / n of ``nbytes``."""
@@ -127,10 +136,10 @@ def _halvings(members: int) -> int:
     return math.ceil(math.log2(members))
 
 
-_RING = Algorithm(lambda n: 2 * (n - 1), shares=2)
-_TREE = Algorithm(lambda n: 2 * _halvings(n), wholes=2)
-_HALVING = Algorithm(_halvings, shares=1)
-_DIRECT = Algorithm(lambda n: 1, shares=1, direct=True)
+_TWO_RINGS = Algorithm(lambda n: 2 * (n - 1), shares=2)
+_TREE = Algorithm(lambda n: 2 * _halvings(n), wholes=2, route=Route.TREE)
+_RING = Algorithm(lambda n: n - 1, shares=1)
+_DIRECT = Algorithm(lambda n: 1, shares=1, route=Route.DIRECT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,21 +190,21 @@ def _all_to_all(everyone: Sequence[Any]) -> None:
 
 COLLECTIVES: Mapping[Move, Definition] = {
     Move.ALL_REDUCE: Definition(
-        (_RING, _TREE),
+        (_TWO_RINGS, _TREE),
         lambda n: (1,),
         _all_reduce,
         lambda backend, options, x: backend.allreduce([x], options),
         _c10d.AllreduceOptions,
     ),
     Move.REDUCE_SCATTER: Definition(
-        (_HALVING,),
+        (_RING,),
         lambda n: (n, 1),
         _reduce_scatter,
         lambda backend, options, x, out: backend._reduce_scatter_base(out, x, options),
         _c10d.ReduceScatterOptions,
     ),
     Move.ALL_GATHER: Definition(
-        (_HALVING,),
+        (_RING,),
         lambda n: (1, n),
         _all_gather,
         lambda backend, options, x, out: backend._allgather_base(out, x, options),

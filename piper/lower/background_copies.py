@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from piper.cost.fallback import Fallback
 from piper.cost.rough_costs import Costs
-from piper.cost.tasks import Durations, Fallback, Tasks
+from piper.cost.tasks import Durations, Tasks
 from piper.ir.dag.dag import Dag, Node, name_of
 from piper.ir.dag.facts import Model
 from piper.ir.dag.sizes import Sizes

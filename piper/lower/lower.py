@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
+from piper.cost.fallback import Fallback
 from piper.cost.rough_costs import Costs
-from piper.cost.tasks import CostModel, Durations, Fallback, Tasks
+from piper.cost.tasks import CostModel, Durations, Tasks
 from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Model
 from piper.ir.dag.sizes import Sizes

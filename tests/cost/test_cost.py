@@ -17,15 +17,17 @@ from torch import nn
 import piper
 from bench.emulated import FLOPS, Sleepers, loss
 from piper.cost import cluster_toml as toml
+from piper.cost.fallback import Fallback
 from piper.cost.link_time import Way, communication_seconds
 from piper.cost.presets import DEVICES, LINKS
 from piper.cost.simulate.replay import Communication, Track, replay
-from piper.cost.tasks import TaskKind, Tasks
+from piper.cost.tasks import Task, TaskKind, Tasks
 from piper.ir.collectives import Move
+from piper.ir.dag.facts import OpCost
 from piper.ir.dag.sizes import Sizes
 from piper.ir.ops import Collective, Compute, Transfer
 from piper.ir.passes import Pass, RematPolicy
-from piper.ir.plan.instructions import Verb
+from piper.ir.plan.instructions import COMMUNICATING
 from piper.ir.rules import Rest
 from piper.models import DenseConfig, DenseTransformer, MoEConfig, MoETransformer, lm_loss
 from piper.strategies import mesh
@@ -111,9 +113,13 @@ def test_messages_are_on_the_way_where_the_pipeline_fills() -> None:
     assert slow == pytest.approx(still + 2 * 3 * 0.5 + 2 * 2 * 0.5)
 
 
-def test_an_instruction_takes_its_overhead() -> None:
+def test_each_kernel_takes_its_overhead() -> None:
     program = emulated(pp=1, microbatches=4)
-    count = sum(x.verb in (Verb.COMPUTE, Verb.UPDATE) for x in program.plans[0].instructions)
+    tasks = Tasks(program.dag, Sizes(program.dag, program.models))
+    computing = [x for x in program.plans[0].instructions if x.verb not in COMMUNICATING]
+    operations = [tasks.of(program.dag.nodes[x.node]).kernels for x in computing]
+    count = sum(each.count for pass_ in operations for each in pass_)
+    assert count > len(computing)
     still, slow = program.simulate(ideal(1)), program.simulate(ideal(1, overhead=0.25))
     assert slow.seconds == pytest.approx(still.seconds + 0.25 * count)
 
@@ -244,8 +250,8 @@ def track(*items: tuple[str, float | int, tuple[int, ...]], synchronous: bool = 
         [waits for *_, waits in items],
         [0.0 if isinstance(x, int) else x for _, x, _ in items],
         [x if isinstance(x, int) else -1 for _, x, _ in items],
+        [0.0] * len(items),
         synchronous,
-        0.0,
     )
 
 
@@ -301,22 +307,26 @@ def test_a_synchronous_host_waits_before_it_issues_more() -> None:
 
 # --- communications ------------------------------------------------------------------------------
 
-WAY = Way(8, bandwidth=1e9, latency=1e-3, near=1.0, near_bandwidth=1e9, far_bandwidth=math.inf)
+WAY = Way(8, 1e9, 1e-3, hop=1e-4, near=1.0, near_bandwidth=1e9, far_bandwidth=math.inf)
 
 
 @pytest.mark.parametrize(
     ("kind", "nbytes", "seconds"),
     [
-        (Move.ALL_REDUCE, 8 * 10**9, 2 * 7 + 2 * 7 * 1e-3),  # a ring
-        (Move.ALL_REDUCE, 8, 16e-9 + 2 * 3 * 1e-3),  # a tree
-        (Move.ALL_GATHER, 8 * 10**9, 7 + 3e-3),
-        (Move.REDUCE_SCATTER, 8 * 10**9, 7 + 3e-3),
+        (Move.ALL_REDUCE, 8 * 10**9, 2 * 7 + 2 * 7 * 1e-4),  # a ring
+        (Move.ALL_GATHER, 8 * 10**9, 7 + 7e-4),
+        (Move.REDUCE_SCATTER, 8 * 10**9, 7 + 7e-4),
         (Move.ALL_TO_ALL, 8 * 10**9, 7 + 1e-3),
     ],
 )
 def test_collectives(kind: Move, nbytes: int, seconds: float) -> None:
     assert communication_seconds(kind, WAY, nbytes) == pytest.approx(seconds)
     assert communication_seconds(kind, replace(WAY, members=1), nbytes) == 0
+
+
+def test_few_bytes_are_reduced_along_a_tree() -> None:
+    way = replace(WAY, hop=1e-3)
+    assert communication_seconds(Move.ALL_REDUCE, way, 8) == pytest.approx(16e-9 + 2 * 3 * 1e-3)
 
 
 def test_messages() -> None:
@@ -326,14 +336,20 @@ def test_messages() -> None:
 
 def test_ways_through_machines() -> None:
     cluster = piper.Cluster.of("H100", 4, 2, inside=piper.Link(400, 1), outside=piper.Link(10, 2))
-    assert cluster.way((0, 1, 2)) == Way(3, 400, 1, 1.0, 400, math.inf)
-    # the four devices of each machine send at the same time
-    assert cluster.way(tuple(range(8))) == Way(8, 40, 2, 3 / 7, 400, 10)
-    assert cluster.way((0, 4)) == Way(2, 10, 2, 0.0, math.inf, 10)
+    assert cluster.way((0, 1, 2)) == Way(3, 400, 1, 1, 1.0, 400, math.inf)
+    # the four devices of each machine send at the same time; of 8 hops, 2 leave a machine
+    assert cluster.way(tuple(range(8))) == Way(8, 40, 2, (6 * 1 + 2 * 2) / 8, 3 / 7, 400, 10)
+    assert cluster.way((0, 4)) == Way(2, 10, 2, 2, 0.0, math.inf, 10)
     assert cluster.way((3,)).members == 1
     slow = replace(cluster, between={(0, 1): piper.Link(1, 5)})
     assert slow.way((0, 4)).bandwidth == 1
     assert slow.way((0, 4)).latency == 5
+
+
+def test_a_crowded_network_slows_down_with_the_number_of_machines() -> None:
+    cluster = piper.Cluster.of("H100", 2, 8, inside=FREE, outside=piper.Link(10, 0, crowding=0.5))
+    each = [cluster.way(tuple(range(0, 2 * machines, 2))).bandwidth for machines in (1, 2, 4, 8)]
+    assert each[1:] == pytest.approx([10, 10 / 2**0.5, 5])
 
 
 def test_an_exchange_between_machines_is_held_up_by_the_way_out() -> None:
@@ -353,11 +369,20 @@ def test_efficiency_lies_between_its_points() -> None:
     )
 
 
-def test_a_pass_takes_the_longer_of_computing_and_reading() -> None:
+def test_each_kernel_takes_the_longer_of_computing_and_reading() -> None:
     device = sleeper(bandwidth=100.0, overhead=1.0)
-    assert device.seconds(int(2 * FLOPS), 100, torch.float32) == pytest.approx(3.0)
-    assert device.seconds(int(2 * FLOPS), 900, torch.float32) == pytest.approx(10.0)
-    assert device.seconds(0, 0, torch.float32) == 1.0
+    computing, reading = OpCost(1, int(2 * FLOPS), 100), OpCost(1, int(2 * FLOPS), 900)
+    assert device.seconds([computing], torch.float32) == pytest.approx(3.0)
+    assert device.seconds([reading], torch.float32) == pytest.approx(10.0)
+    assert device.seconds([computing, reading], torch.float32) == pytest.approx(13.0)
+    assert device.seconds([OpCost(3)], torch.float32) == 3.0
+
+
+def test_small_products_reach_less_of_the_peak() -> None:
+    """Tensor parallelism makes more and smaller products of the same FLOPs."""
+    device = sleeper(efficiency=((FLOPS / 8, 0.25), (FLOPS, 0.5)))
+    whole, parts = [OpCost(1, int(FLOPS))], [OpCost(8, int(FLOPS) // 8)]
+    assert [device.seconds(each, torch.float32) for each in (whole, parts)] == pytest.approx([2, 4])
 
 
 def test_bytes_are_those_that_operations_touch() -> None:
@@ -366,9 +391,11 @@ def test_bytes_are_those_that_operations_touch() -> None:
     rows, square, vector = 4 * 8 * 4, 8 * 8 * 4, 8 * 4
     facts = program.models[1].chunks[0].variants[RematPolicy.NONE].passes[Pass.F]
     product = rows + square + vector + rows
-    assert facts.moved == product + 2 * rows
-    # fused: the product, and the inputs and outputs of the whole pass
-    assert facts.moved_fused == product + (rows + square + vector) + rows
+    flops = 2 * 4 * 8 * 8
+    assert facts.cost.each == (OpCost(1, flops, product), OpCost(1, 0, 2 * rows))
+    # fused: the product, and what is before and after it, which reads and writes the ends
+    ends = (rows + square + vector) + rows
+    assert facts.cost.fused == (OpCost(1, flops, product), OpCost(2, 0, ends // 2))
 
 
 @pytest.mark.parametrize("kind", sorted(DEVICES))
@@ -632,8 +659,26 @@ def test_passes_scale_by_their_operations(profiled: tuple[piper.Program, Any]) -
 def test_messages_lie_between_those_measured() -> None:
     recorded = piper.Recorded.of((), [("send", 2, 100, 1.0), ("send", 2, 300, 2.0)])
     sizes = (50, 100, 200, 300, 600)
-    assert [recorded.moved_seconds("send", 2, n) for n in sizes] == [1.0, 1.0, 1.5, 2.0, 4.0]
+    assert [recorded.moved_seconds("send", 2, n) for n in sizes] == [None, 1.0, 1.5, 2.0, None]
     assert recorded.moved_seconds("send", 4, 100) is None
+
+
+def test_beyond_what_was_measured_the_model_says_the_difference() -> None:
+    """The time of a few bytes is latency: in proportion, an all-reduce of a gigabyte would take
+    days."""
+    recorded = piper.Recorded.of(
+        (), [("all_reduce", 2, 16, 5e-4), ("send", 2, 10**6, 1e-2), ("update", 1, 64, 1e-5)]
+    )
+    cluster = piper.Cluster.of("CPU", 2, inside=piper.Link(1e9, 1e-4))
+    both = Fallback(recorded, cluster)
+    large = Task(Move.ALL_REDUCE, nbytes=10**9, members=2)
+    assert both.duration(large, (0, 1)) == pytest.approx(1.0 + 5e-4, rel=1e-3)
+    small = Task(TaskKind.SEND, nbytes=10, members=2)  # 0.1 of 1.1 ms is latency
+    assert both.duration(small, (0, 1)) == pytest.approx(1e-2 / 11, rel=1e-3)
+    update = Task(TaskKind.UPDATE, (OpCost(1, 0, 5 * 10**10),), 10**10)
+    assert both.duration(update, (0,)) == pytest.approx(5.0, rel=1e-2)
+    unknown = Task(Move.ALL_GATHER, nbytes=10**9, members=2)
+    assert both.duration(unknown, (0, 1)) == cluster.duration(unknown, (0, 1))
 
 
 def test_the_middle_one_of_several_measurements_counts() -> None:

@@ -14,6 +14,7 @@ import torch
 import piper
 from piper.cost.device_speeds import device_speeds
 from piper.cost.tasks import Task, TaskKind, Work
+from piper.ir.dag.facts import OpCost
 from piper.ir.ops import Compute
 from piper.ir.passes import Pass, RematPolicy
 from piper.strategies import mesh, uneven
@@ -272,9 +273,9 @@ def test_stages_by_a_profile() -> None:
 
 def test_measured_speeds_count_in_a_simulation() -> None:
     costs = measured(speeds={0: 1.0, 1: 0.5})
-    assert costs.duration(Task(TaskKind.PASS, work=costs.passes[0].work, flops=8), (0, 1)) == (
-        2 * costs.passes[0].seconds
-    )
+    assert costs.duration(
+        Task(TaskKind.PASS, (OpCost(1, 8),), work=costs.passes[0].work), (0, 1)
+    ) == (2 * costs.passes[0].seconds)
     program = eight().compile(mesh(dp=2, microbatches=4))
     found = program.simulate(pair(1.0), costs)
     assert len(found.classes) == 2

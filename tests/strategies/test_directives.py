@@ -29,7 +29,7 @@ from piper.capture.model import capture
 from piper.capture.regions import annotate
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag, Node
-from piper.ir.dag.facts import ChunkFacts, Model, Variant
+from piper.ir.dag.facts import ChunkFacts, Model, OpCost, PassCost, Variant
 from piper.ir.passes import RematPolicy
 from piper.ir.rules import Rest, ShardRule, StateRule, StreamRule
 from piper.lower.lower import lower
@@ -756,7 +756,14 @@ def plain_facts(chunk: ChunkFacts) -> ChunkFacts:
 
     def plain(variant: Variant) -> Variant:
         passes = {
-            which: replace(facts, moved=0, moved_fused=0, last=(), eased=0, housed=0, private=())
+            which: replace(
+                facts,
+                cost=PassCost((OpCost(1, facts.flops),)),
+                last=(),
+                eased=0,
+                housed=0,
+                private=(),
+            )
             for which, facts in variant.passes.items()
         }
         return replace(variant, passes=passes)

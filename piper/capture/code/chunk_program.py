@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from piper.capture.graphs import flops, is_random, moved, workspace
+from piper.capture.graphs import is_random, pass_cost, workspace
+from piper.ir.dag.facts import PassCost
 from piper.ir.passes import SAVED, Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec
 
@@ -23,11 +24,7 @@ class Function:
     module: fx.GraphModule
     arguments: tuple[Ref, ...]
     results: tuple[Ref, ...]
-    flops: int
-    moved: int
-    """Bytes that its operations read and write, without fusion."""
-    moved_fused: int
-    """The same if all operations but matrix products, convolutions and attentions are fused."""
+    cost: PassCost
     workspace: int
     """Bytes that it needs while it runs, beside its arguments and results."""
     random: bool
@@ -43,12 +40,14 @@ class Function:
             module,
             tuple(arguments),
             tuple(results),
-            flops(graph),
-            moved(graph, fused=False),
-            moved(graph, fused=True),
+            pass_cost(graph),
             workspace(graph),
             any(map(is_random, graph.nodes)),
         )
+
+    @property
+    def flops(self) -> int:
+        return self.cost.flops
 
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.arguments))}) -> ({', '.join(map(str, self.results))})"

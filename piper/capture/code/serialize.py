@@ -24,6 +24,7 @@ from piper.base.reading import MalformedError, shown, torch_name, within, wrong
 from piper.capture.code.chunk_program import ChunkProgram, Function
 from piper.capture.graphs import is_random, module_of
 from piper.capture.operators.registry import check_arguments, operator_named
+from piper.ir.dag.facts import PassCost
 from piper.ir.passes import Pass, Ref
 from piper.ir.tensors import TensorSpec
 
@@ -46,9 +47,7 @@ class _FunctionFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     graph: tuple[_NodeFile, ...]
     arguments: tuple[Ref, ...]
     results: tuple[Ref, ...]
-    flops: Count
-    moved: Count
-    moved_fused: Count
+    cost: PassCost
     workspace: Count
     consumes: tuple[Ref, ...]
 
@@ -58,7 +57,7 @@ class _ProgramFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     specs: tuple[tuple[Ref, TensorSpec], ...]
 
 
-_SAME = ("arguments", "results", "flops", "moved", "moved_fused", "workspace")
+_SAME = ("arguments", "results", "cost", "workspace")
 """The fields of a ``Function`` that its file has as they are."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 
 from piper.base.errors import PiperError
 from piper.cost.hardware import Sharing
@@ -30,8 +30,9 @@ class Track:
     """Its duration if it computes."""
     comms: list[int]
     """The number of its communication; -1 if it computes."""
+    issue: list[float]
+    """Seconds that the host takes to issue it."""
     synchronous: bool
-    issue: float
     start: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
 
@@ -78,6 +79,8 @@ class _Replay:
                 for other in waits:
                     self.followers[rank][other].append(i)
             self.queues.append({s: items[::-1] for s, items in queues.items()})
+        self.issued = [[0.0, *accumulate(track.issue)] for track in tracks]
+        """When a host that runs ahead issues each instruction."""
         self.host = [0] * len(tracks)
         self.held = [False] * len(tracks)
         """Whether a synchronous host waits for an instruction to finish."""
@@ -131,8 +134,8 @@ class _Replay:
                 self.compute(rank, i)
                 return
             self.try_head(rank, track.streams[i])
-            if track.issue:
-                self.push(self.now + track.issue, _HOST, rank, 0)
+            if track.issue[i]:
+                self.push(self.now + track.issue[i], _HOST, rank, 0)
                 return
 
     def try_head(self, rank: int, stream: int) -> None:
@@ -147,8 +150,8 @@ class _Replay:
         if track.synchronous:
             if i >= self.host[rank]:
                 return
-        elif self.now < i * track.issue:
-            self.push(i * track.issue, _RETRY, rank, stream)
+        elif self.now < self.issued[rank][i]:
+            self.push(self.issued[rank][i], _RETRY, rank, stream)
             return
         comm = track.comms[i]
         self.waiting[rank][i] = True

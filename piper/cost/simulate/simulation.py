@@ -13,12 +13,13 @@ from functools import cached_property
 from piper.base.errors import PiperError
 from piper.base.units import bytes_text, seconds_text
 from piper.cost.cluster import Cluster
+from piper.cost.fallback import Fallback
 from piper.cost.hardware import Device
 from piper.cost.recorded import Recorded
 from piper.cost.rough_costs import Costs, recorded_of
 from piper.cost.simulate.replay import Communication, Track, replay
 from piper.cost.simulate.timing_classes import TimingClass, TimingClasses, timing_classes
-from piper.cost.tasks import CostModel, Durations, Fallback, Tasks, computed_in
+from piper.cost.tasks import CostModel, Durations, Tasks, computed_in
 from piper.ir.dag.dag import group_text
 from piper.ir.dag.sizes import Sizes
 from piper.ir.plan.instructions import COMMUNICATING, Verb
@@ -155,7 +156,7 @@ def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None
     uneven = recorded is not None and bool(recorded.speeds)
     custom = not isinstance(costs, Costs | Recorded | Cluster | None)
     classes = timing_classes(step.plans, cluster, apart=uneven or custom)
-    tracks, comms = _tracks(step, classes, cluster, durations)
+    tracks, comms = _tracks(step, classes, cluster, tasks, durations)
     replay(tracks, comms, cluster.sharing)
     spans = tuple(
         Spans(tuple(range(len(track.start))), tuple(track.start), tuple(track.end))
@@ -165,7 +166,11 @@ def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None
 
 
 def _tracks(
-    step: LoweredStep, classes: TimingClasses, cluster: Cluster, durations: Durations
+    step: LoweredStep,
+    classes: TimingClasses,
+    cluster: Cluster,
+    tasks: Tasks,
+    durations: Durations,
 ) -> tuple[list[Track], list[Communication]]:
     """The tracks of all classes, and their communications."""
     comms: list[Communication] = []
@@ -175,11 +180,12 @@ def _tracks(
         plan = step.plans[one.plan]
         device = cluster.device(one.devices[0])
         streams: dict[str, int] = {}
-        track = Track([], [], [], [], device.synchronous, device.issue)
+        track = Track([], [], [], [], [], device.synchronous)
         for x in plan.instructions:
             node = step.dag.nodes[x.node]
             track.streams.append(streams.setdefault(x.stream, len(streams)))
             track.waits.append(x.waits)
+            track.issue.append(device.issue * tasks.of(node).launches)
             if x.verb is Verb.COPY:  # runs beside the host, without other participants
                 track.seconds.append(0.0)
                 track.comms.append(len(comms))

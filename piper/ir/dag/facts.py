@@ -11,12 +11,45 @@ from dataclasses import dataclass, field
 
 import torch
 
+from piper.base.codec import ArrayRecord, Count
 from piper.ir.passes import Pass, Ref, RematPolicy
 from piper.ir.shards import AxisPlacement, Gathered, Segment, SortedRows
 from piper.ir.tensors import TensorSpec
 
 LOSS_PREFIX = "loss:"
 """The start of the names of the loss's own tensors, which no path in a model has."""
+
+
+class OpCost(ArrayRecord, frozen=True):
+    """Equal operations of a pass, each a kernel of its own."""
+
+    count: Count
+    flops: Count = 0
+    """FLOPs of each. An operation that has none may be fused with its neighbours."""
+    nbytes: Count = 0
+    """Bytes that each reads and writes."""
+
+
+class PassCost(ArrayRecord, frozen=True):
+    """All operations of a pass but views."""
+
+    each: tuple[OpCost, ...] = ()
+    ends: Count = 0
+    """Bytes of its arguments and results."""
+
+    @property
+    def flops(self) -> int:
+        return sum(kernel.count * kernel.flops for kernel in self.each)
+
+    @property
+    def fused(self) -> tuple[OpCost, ...]:
+        """The kernels that remain if a compiler fuses all operations without FLOPs: one between
+        two others, which together read and write the arguments and results."""
+        products = tuple(kernel for kernel in self.each if kernel.flops)
+        if len(products) == len(self.each):
+            return products
+        gaps = 1 + sum(kernel.count for kernel in products)
+        return (*products, OpCost(gaps, 0, self.ends // gaps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +62,7 @@ class PassFacts:
 
     reads: tuple[Ref, ...]
     writes: tuple[Ref, ...]
-    flops: int
+    cost: PassCost
     uses_parameters: bool
     workspace: int = 0
     """Temporary bytes, beside its reads and writes."""
@@ -38,15 +71,15 @@ class PassFacts:
     eased: int = 0
     """Bytes of the workspace that it saves if nothing else uses ``last``: each of these is freed
     during the pass, right after its last use."""
-    moved: int = 0
-    """Bytes that its operations read and write, unfused."""
-    moved_fused: int = 0
-    """The same, with all operations fused except matrix products and the like."""
     housed: int = 0
     """Additional bytes if its parameter gradients are allocated before it runs, so that later
     gradients can be added to them."""
     private: tuple[Ref, ...] = ()
     """Results that share memory with no argument and no other result."""
+
+    @property
+    def flops(self) -> int:
+        return self.cost.flops
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Profile(Shown):
     def speeds(self) -> dict[int, float]:
         """How fast each device ran passes; the fastest has 1."""
         return device_speeds(
-            (device, (task.work.which, task.flops, task.traffic, task.work.rows), taken)
+            (device, (task.work.which, task.kernels, task.work.rows), taken)
             for device, task, _, taken in self._tasks()
             if task.work is not None
         )

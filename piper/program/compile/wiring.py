@@ -79,7 +79,7 @@ def _costing(
         policy: replace(
             variant,
             passes={
-                which: replace(facts, flops=like[policy].passes[which].flops)
+                which: replace(facts, cost=like[policy].passes[which].cost)
                 for which, facts in variant.passes.items()
             },
         )
