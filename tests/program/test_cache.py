@@ -475,6 +475,16 @@ def test_a_damaged_entry_is_compiled_again(entries: Entries, name: str) -> None:
     assert "from the cache" in compiled().tracing
 
 
+def test_a_program_is_found_however_its_command_is_written(
+    entries: Entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell says it in a variable whose name stands in any code."""
+    monkeypatch.setenv("_", "/usr/bin/python")
+    compiled()
+    monkeypatch.setenv("_", "../bin/python")
+    assert "from the cache" in compiled().tracing
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PIPER_CACHE", str(tmp_path / "file"))

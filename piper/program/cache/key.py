@@ -110,14 +110,15 @@ def _sources_of_piper() -> Iterator[tuple[str, bytes]]:
 
 def _environment(texts: Sequence[bytes]) -> list[tuple[str, str]]:
     """The variables that libraries read, and those that the user's code names. If it reads others,
-    or cannot be read, all."""
+    or cannot be read, all. A shell sets ``_`` to the command as it was written."""
     main = sys.modules["__main__"]
     every = file_of(main) is None and "os" in vars(main)
     every = every or any(len(_ANY_NAME.findall(x)) > len(_ONE_NAME.findall(x)) for x in texts)
     return [
         (name, value)
         for name, value in sorted(os.environ.items())
-        if every or _LIBRARIES.match(name) or any(name.encode() in text for text in texts)
+        if name != "_"
+        and (every or _LIBRARIES.match(name) or any(name.encode() in text for text in texts))
     ]
 
 
