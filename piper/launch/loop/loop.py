@@ -147,7 +147,7 @@ class Rounds:
             self._session.notices.give(
                 Notice.LAST,
                 f"the loader's last batch has {counted(rows, 'row')}, unless its collate_fn adds "
-                f"some, and then the run ends with an error: {error}",
+                f"some; fit would end there with an error: {error}",
             )
 
     @property
