@@ -141,7 +141,9 @@ class Ours:
         from piper.launch.device.device_programs import device_programs, first_weights
         from piper.launch.device.loaded_device import LoadedDevice
         from piper.runtime.comm.loopback import Hub, Loopback
+        from piper.runtime.executor import Executor
         from piper.runtime.feeding import cut
+        from piper.runtime.streams.streams import streams_for
         from piper.state.device.device_state import DeviceState
 
         program = piper.compile(model, order(microbatches), inputs=(x,), targets=(y,), loss=loss_fn)
@@ -150,7 +152,8 @@ class Ours:
         comm = Loopback(Hub(accelerator=False), 0)
         mine = device_programs(program)(0)
         state = DeviceState(mine, program.device, first_weights(program))
-        self.device = LoadedDevice(mine, state, comm, self.runners)
+        streams = streams_for(program.device, mine.streams, None, tracked=False)
+        self.device = LoadedDevice(mine, Executor(state, comm, streams, self.runners))
         plan = program.plan_of(0)
         loaded = self.device._training
         loaded = replace(loaded, ops=tuple(map(self._once_a_step, loaded.ops)))

@@ -260,7 +260,9 @@ def test_a_fault_in_every_call(
     assert_recovers(replicas(dp=2), run, tmp_path, place, len(faults), **options)
 
 
-@pytest.mark.parametrize("recover", ["restart", "replace", "reroute"])
+@pytest.mark.parametrize(
+    "recover", ["restart", "replace", pytest.param("reroute", marks=pytest.mark.thorough)]
+)
 def test_a_second_fault_in_the_recovery(
     recover: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place
 ) -> None:

@@ -153,7 +153,7 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
         piper.verify(piper.Program.load(tmp_path / "program"))
     with pytest.raises(piper.PiperError, match="not a Sequential"):
         piper.verify(blocks())  # type: ignore[arg-type]
-    with pytest.raises(piper.PiperError, match="steps=0 must be a positive"):
+    with pytest.raises(piper.PiperError, match="steps=0 must be a whole number, at least 1"):
         piper.verify(program, steps=0)
     empty = piper.compile(
         blocks(), mesh(dp=2), inputs=(X.to("meta"),), targets=(Y,), loss=F.mse_loss, optimizer=adamw
