@@ -62,8 +62,7 @@ def launch(
             if isinstance(group, CallingGroup) and group.options.restarts:
                 with stages.stage("planning for faults"):
                     policy = _policy(Recover(group.options.recover), program)
-            made = "compiling kernels" if program.settings.fused else "loading the program"
-            with stages.stage(made):
+            with stages.stage("loading the program"):
                 start(group, program)
             if isinstance(group, CallingGroup) and policy is not None:
                 group = RecoveringGroup(group, program, policy)
