@@ -3,7 +3,7 @@
 import types
 from collections import defaultdict
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -257,6 +257,84 @@ class Masked(Block):
         return super().forward(x) + mask.sum(-1), mask + 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a block tells of its rows, as the routers of mixtures of experts do."""
+
+    place: Tensor
+    weights: tuple[Tensor, str]
+
+
+@dataclass
+class Marks:
+    chosen: Chosen | None
+    mean: Tensor
+
+
+class Choosing(Block):
+    """Returns whole numbers, which need no gradient, in a dataclass."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Marks]:
+        weights, place = super().forward(x).topk(2)
+        weights = weights / weights.sum(-1, keepdim=True)
+        chosen = Chosen(place.t(), (weights, "normalized"))
+        return x + weights.to(x.dtype).mean(), Marks(chosen, x.mean())
+
+
+class MarksDataclass(Choosing):
+    """An attribute that is no field."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Marks]:
+        x, marks = super().forward(x)
+        marks.scale = 2.0
+        return x, marks
+
+
+class KeepsDataclass(Choosing):
+    def forward(self, x: Tensor) -> tuple[Tensor, Marks]:
+        x, self.marks = super().forward(x)
+        return x, self.marks
+
+
+class Ignores(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x, marks = layer(x)
+        return x * getattr(marks, "scale", 1.0) + marks.mean
+
+
+class Unneeded(Choosing):
+    """Gets a tensor that it does not read."""
+
+    def forward(self, x: Tensor, mean: Tensor) -> tuple[Tensor, Marks]:
+        return super().forward(x)
+
+
+class HandsOn(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        mean = x.mean()
+        for layer in self.layers:
+            x, marks = layer(x, mean)
+            mean = marks.mean
+        return x
+
+
+class Balances(Model):
+    """Reads the dataclass of each block before it calls the next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, balance = self.first(x), 0.0
+        for layer in self.layers:
+            x, marks = layer(x)
+            assert type(marks) is Marks
+            assert type(marks.chosen) is Chosen
+            balance = balance + (marks.chosen.place * marks.chosen.weights[0].t()).sum()
+            marks.chosen = None
+        return x + balance
+
+
 class Scaling(Model):
     """Writes, between its blocks, into a tensor that all are given."""
 
@@ -489,6 +567,11 @@ def assert_same(one: Captured, two: Captured) -> None:
         pytest.param(Scaling, Biased, LAYERS - 2, marks=pytest.mark.slow),
         pytest.param(Twice, Block, 2 * LAYERS - 3, marks=pytest.mark.slow),
         pytest.param(Untrained, Block, 0, marks=pytest.mark.slow),
+        (Ignores, Choosing, LAYERS - 2),
+        pytest.param(Balances, Choosing, LAYERS - 2, marks=pytest.mark.slow),
+        pytest.param(HandsOn, Unneeded, LAYERS - 2, marks=pytest.mark.slow),
+        pytest.param(Ignores, MarksDataclass, 0, marks=pytest.mark.slow),
+        pytest.param(Ignores, KeepsDataclass, 0, marks=pytest.mark.slow),
         pytest.param(Model, Defaults, 0, marks=pytest.mark.slow),
         (Telling, AskingGlobal, 0),
         (Telling, AskingShared, 0),

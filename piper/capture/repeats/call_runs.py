@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from piper.capture.repeats.call_ops import Attempt, CallRun, EarlierResult, LeafCall
+from piper.capture.repeats.signatures import differentiable
 from piper.ir.tensors import TensorSpec
 
 _READS = "reads what {} returned"
@@ -197,4 +198,4 @@ def _standing_for(spec: TensorSpec, like: Tensor, grad: bool) -> Tensor:
     """A tensor of ``spec`` that no operation made."""
     assert isinstance(like, FakeTensor)
     with torch._C.DisableTorchFunction(), _disable_current_modes(), like.fake_mode:
-        return spec.empty(like.device).requires_grad_(grad)
+        return spec.empty(like.device).requires_grad_(grad and differentiable(spec.dtype))

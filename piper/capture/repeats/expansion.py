@@ -95,8 +95,11 @@ class _Expansion:
         self.hidden: set[fx.Node] = set()
         self.given: dict[fx.Node, list[fx.Node]] = {}
         """The inputs of the calls that were traced."""
+        self.needed: dict[fx.Node, list[frozenset[fx.Node]]] = {}
+        """For each call of a run, the operations of its trial that are needed."""
         if repeats is not None:
             self._read(repeats)
+            self._find_needed()
 
     def _read(self, repeats: Repeats) -> None:
         """Find the operations of the trials, and check them."""
@@ -125,6 +128,37 @@ class _Expansion:
             first = self.regions.setdefault(id(call.variant), region)
             if first is not region and self._text(first) != self._text(region):
                 raise NotEqual(f"{call.path} differs from {first.call.path}")
+
+    def _find_needed(self) -> None:
+        read: set[fx.Node] = set()
+        """What the needed operations of later calls read."""
+        apart = self.leaves | self.hidden
+        for leaf in sorted(self.leaves, reverse=True):
+            run = self.runs[leaf.args[1]]  # type: ignore[index]
+            inputs: Any = self.given.get(leaf, leaf.args[0])
+            ends = [user for user in leaf.users if user.target is operator.getitem]
+            self.hidden.update(ends)
+            wanted = {
+                run.results[end.args[1]]  # type: ignore[index]
+                for end in ends
+                if end in read or not apart.issuperset(end.users)
+            }
+            found: list[frozenset[fx.Node]] = []
+            for i, (call, places) in reversed([*enumerate(zip(run.calls, run.given, strict=True))]):
+                region = self.regions[id(call.variant)]
+                nodes = {region.results[x.result] for x in wanted if x.call == i}
+                nodes |= {node for node in region.nodes if node.is_impure()}
+                for node in reversed(region.nodes):
+                    if node in nodes:
+                        nodes.update(node.all_input_nodes)
+                for node, place in zip(region.inputs, places, strict=True):
+                    if node in nodes:
+                        if isinstance(place, EarlierResult):
+                            wanted.add(place)
+                        else:
+                            read.add(inputs[place])
+                found.append(frozenset(nodes.intersection(region.nodes)))
+            self.needed[leaf] = found[::-1]
 
     def whole(self) -> Expanded:
         new = fx.Graph()
@@ -166,47 +200,57 @@ class _Expansion:
         assert isinstance(number, int)
         run = self.runs[number]
         inputs: Any = self.given.get(leaf, leaf.args[0])
-        fold = Fold.of(run) if self.folded else None
-        made: dict[EarlierResult, fx.Node] = {}
+        needed = self.needed[leaf]
+        alike = all(one == two for one, two in zip(needed, needed[run.period :], strict=False))
+        fold = Fold.of(run) if self.folded and alike else None
+        made: dict[int | EarlierResult, fx.Node] = {
+            i: now[node] for i, node in enumerate(inputs) if node in now
+        }
         nodes: list[fx.Node] = []
         shown = len(run.calls) if fold is None else 2 * run.period
         for i, (call, places) in enumerate(zip(run.calls[:shown], run.given, strict=False)):
-            given = [made[x] if isinstance(x, EarlierResult) else now[inputs[x]] for x in places]
-            copies = self._copy(new, call, given, now)
             region = self.regions[id(call.variant)]
-            made |= {EarlierResult(i, j): copies[node] for j, node in enumerate(region.results)}
-            nodes += [copies[node] for node in region.nodes]
+            given = {n: made[x] for n, x in zip(region.inputs, places, strict=True) if x in made}
+            copies = self._copy(new, call, needed[i], given, now)
+            results = enumerate(region.results)
+            made |= {EarlierResult(i, j): copies[node] for j, node in results if node in copies}
+            nodes += dict.fromkeys(copies.values())
         if fold is not None:
             half = len(nodes) // 2
             self.folds.append(FoldedNodes(fold, nodes[:half], nodes[half:]))
             self.names.skip(nodes[half:], len(fold.parts) - 2)
         after = len(run.calls) - shown
-        results = [made[replace(x, call=x.call - after)] for x in run.results]
         for user in leaf.users:
             if user.target is operator.getitem:
-                now[user] = results[user.args[1]]  # type: ignore[index]
+                x = run.results[user.args[1]]  # type: ignore[index]
+                if (end := replace(x, call=x.call - after)) in made:
+                    now[user] = made[end]
 
     def _copy(
         self,
         new: fx.Graph,
         call: LeafCall,
-        given: list[fx.Node],
+        needed: frozenset[fx.Node],
+        given: Mapping[fx.Node, fx.Node],
         now: Mapping[fx.Node, fx.Node],
     ) -> dict[fx.Node, fx.Node]:
-        """Puts the operations of a call; returns them by those of the trial."""
+        """Puts the ``needed`` operations of a call; returns them by those of the trial."""
         region = self.regions[id(call.variant)]
-        inside = dict(zip(region.inputs, given, strict=True))
+        made: dict[fx.Node, fx.Node] = {}
 
         def value(node: fx.Node) -> fx.Node:
-            if node in inside:
-                return inside[node]
+            if node in made or node in given:
+                return made.get(node) or given[node]
             own = self._relative(region, node)
             return now[node] if own is None else self.tensors[call.path + own]
 
         for node in region.nodes:
-            inside[node] = self._copied(new, node, value)
-            inside[node].meta = _meta(node, region, call)
-        return inside
+            if node in needed and _is_empty(node):  # it gave its name to a result of the trial
+                made[node] = made[node.args[0]]  # type: ignore[index]
+            elif node in needed:
+                made[node] = self._copied(new, node, value)
+                made[node].meta = _meta(node, region, call)
+        return made
 
     def _copied(
         self, graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], fx.Node], name: str = ""
@@ -301,15 +345,20 @@ def _drop_empty(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
-        elif node.target in _CONVERSIONS and graph.output_node() not in node.users:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            before, after = ((x.dtype, x.device) for x in (source.meta["val"], node.meta["val"]))
-            how = (*node.args[1:], *node.kwargs.values())
-            copies = any(x is True or isinstance(x, torch.memory_format) for x in how)
-            if before == after and not copies:
-                node.replace_all_uses_with(source)
-                graph.erase_node(node)
+        elif _is_empty(node) and graph.output_node() not in node.users:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _is_empty(node: fx.Node) -> bool:
+    """Whether an operation is a conversion that neither converts nor copies."""
+    if node.target not in _CONVERSIONS:
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    before, after = ((x.dtype, x.device) for x in (source.meta["val"], node.meta["val"]))
+    how = (*node.args[1:], *node.kwargs.values())
+    return before == after and not any(x is True or isinstance(x, torch.memory_format) for x in how)
 
 
 _CONVERSIONS = (torch.ops.aten.to.dtype, torch.ops.aten.to.device, torch.ops.aten.to.dtype_layout)

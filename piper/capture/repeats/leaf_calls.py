@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.fx import traceback
-from torch.utils import _pytree as pytree
 
 from piper.capture.intercept.hf_cache import is_cache
 from piper.capture.regions import Region, RegionRecorder
@@ -46,7 +45,9 @@ from piper.capture.repeats.equal_modules import (
 from piper.capture.repeats.hidden import hide, is_hidden
 from piper.capture.repeats.signatures import (
     Arguments,
+    differentiable,
     flat,
+    flat_results,
     plain_results,
     signature,
     tensors_of,
@@ -301,7 +302,8 @@ class Repeats:
         """The results of the operation that a call becomes."""
         tensors = tensors_of(call.arguments)
         made = self._waiting.at_once(self._leaf(call, known, regions), tensors)
-        if any(x.requires_grad != _grad(tensors) for x in made):
+        grad = _grad(tensors)
+        if any(x.requires_grad != (grad and differentiable(x.dtype)) for x in made):
             raise NotEqual(f"{call.path} returns other tensors than an operation")
         return known.result(tensors, made)
 
@@ -339,7 +341,7 @@ class Repeats:
             _CHANGED: self._surroundings_changed(call.group),
             "they change more than their results": not kept or not before.same(after),
             "their results are more than new tensors": not plain_results(
-                _new(pytree.tree_leaves(result), call), tensors, state
+                _new(flat_results(result)[0], call), tensors, state
             ),
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
@@ -369,7 +371,7 @@ def _made(
     entry: str | None,
 ) -> CallVariant:
     """The variant of a call that was traced."""
-    leaves, form = pytree.tree_flatten(result)
+    leaves, form = flat_results(result)
     positions = {id(x): PassedThrough(i) for i, x in enumerate(tensors_of(call.arguments))}
     specs = tuple(
         positions.get(id(x), TensorSpec.of(x)) if isinstance(x, Tensor) else x for x in leaves

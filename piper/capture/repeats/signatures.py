@@ -6,6 +6,8 @@ or None if there may be more to read than it can say.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -26,9 +28,55 @@ _OF_TENSORS = {
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A dataclass as a node of a tree."""
+
+    kind: type
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    def closed(self) -> Any:
+        made: Any = object.__new__(self.kind)
+        for name, value in zip(self.names, self.values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+
+pytree.register_pytree_node(
+    _Opened,
+    lambda x: (list(x.values), (x.kind, x.names)),
+    lambda values, of: _Opened(of[0], of[1], tuple(values)).closed(),
+)
+
+
 def flat(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of ``tree``, among them key-value caches, and its form."""
-    return pytree.tree_flatten(tree, is_leaf=is_cache)
+    return flat_results(tree, is_cache)
+
+
+def flat_results(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of ``tree``, also those in dataclasses, and its form."""
+    leaves, form = pytree.tree_flatten(tree, is_leaf=is_leaf)
+    opened = [_opened(x) for x in leaves]
+    if all(x is y for x, y in zip(leaves, opened, strict=True)):
+        return leaves, form
+    return flat_results(form.unflatten(opened), is_leaf)
+
+
+def _opened(x: Any) -> Any:
+    """A dataclass that holds tensors, as a node, if its fields are all that it holds."""
+    if isinstance(x, type) or not is_dataclass(x) or type(x).__new__ is not object.__new__:
+        return x
+    state = object.__getstate__(x)
+    parts = state if isinstance(state, tuple) else (state,)  # attributes, and those in slots
+    held = {name: value for part in parts if part for name, value in part.items()}
+    names = tuple(field.name for field in fields(x))
+    if held.keys() != set(names) or not any(isinstance(value, Tensor) for value in held.values()):
+        return x
+    return _Opened(type(x), names, tuple(held[name] for name in names))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -66,7 +114,12 @@ def plain_results(made: list[Any], given: list[Tensor], state: list[Tensor]) -> 
     known = {_memory(x) for x in (*given, *state)}
     own = len({_memory(x) for x in tensors} - known) == len(tensors)
     grad = any(x.requires_grad for x in given) and torch.is_grad_enabled()
-    return kinds and own and bool(tensors) and all(x.requires_grad == grad for x in tensors)
+    expected = all(x.requires_grad == (grad and differentiable(x.dtype)) for x in tensors)
+    return kinds and own and bool(tensors) and expected
+
+
+def differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _is_plain(x: Any) -> bool:
