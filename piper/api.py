@@ -16,6 +16,7 @@ from piper.cost.cluster import Cluster
 from piper.cost.hardware import Device, Link, Machine, Sharing
 from piper.cost.recorded import Recorded
 from piper.cost.rough_costs import Costs
+from piper.cost.simulate.estimate import Estimate
 from piper.cost.simulate.simulation import Simulation
 from piper.cost.tasks import CostModel, Task
 from piper.ir.mesh import Mesh
@@ -53,6 +54,7 @@ __all__ = [
     "Costs",
     "Device",
     "DirectiveError",
+    "Estimate",
     "Job",
     "Link",
     "Machine",

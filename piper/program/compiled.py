@@ -86,6 +86,33 @@ def evaluated(
     return replace(step, planned=lambda: made.plans), made.dag.buckets
 
 
+def stages_of(strategy: Strategy) -> tuple[str, ...]:
+    """The tags that the ``partition`` directives of ``strategy`` make."""
+    return tuple(d.into for d in strategy.directives if isinstance(d, Partition))
+
+
+def step_of(
+    lowered: Lowered,
+    models: Mapping[int, Model],
+    strategy: Strategy,
+    example: Batch,
+    settings: Settings,
+) -> LoweredStep:
+    """What simulation and views read of a lowered training step."""
+    first = next(x for x in example.leaves if isinstance(x, torch.Tensor))
+    return LoweredStep(
+        dag=lowered.dag,
+        models=models,
+        plans=lowered.plans,
+        memory=lowered.memory,
+        streams=lowered.dag.streams,
+        stages=stages_of(strategy),
+        tokens=first.numel(),
+        fused=settings.fused,
+        optimizer=settings.optimizer,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """A model and a strategy, ready to be lowered; a file holds these."""
@@ -248,20 +275,10 @@ class Compiled(Parts):
     @property
     def stages(self) -> tuple[str, ...]:
         """The tags that ``partition`` directives made."""
-        return tuple(d.into for d in self.strategy.directives if isinstance(d, Partition))
+        return stages_of(self.strategy)
 
     @cached_property
     def lowered_step(self) -> LoweredStep:
         """What simulation and views read of a training step."""
-        first = next(x for x in self.example.leaves if isinstance(x, torch.Tensor))
-        return LoweredStep(
-            dag=self.dag,
-            models=self.models,
-            plans=self.plans,
-            memory=self.memory,
-            streams=self.streams,
-            stages=self.stages,
-            tokens=first.numel(),
-            fused=self.settings.fused,
-            optimizer=self.settings.optimizer,
-        )
+        lowered = replace(self.lowered, plans=self.plans)
+        return step_of(lowered, self.models, self.strategy, self.example, self.settings)

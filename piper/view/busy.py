@@ -10,6 +10,7 @@ from typing import NamedTuple
 from piper.ir.collectives import Move
 from piper.ir.dag.dag import Dag
 from piper.ir.ops import Collective, Compute
+from piper.ir.plan.columns import VERBS, Columns
 from piper.ir.plan.instructions import COMMUNICATING, Verb
 from piper.ir.plan.plan import Plan
 from piper.view.runs import Spans
@@ -48,11 +49,11 @@ def busy_of(plan: Plan, spans: Spans, seconds: float) -> Busy:
     """The times of a device with ``plan`` in a step of ``seconds``."""
     computing: list[tuple[float, float]] = []
     talking: list[tuple[float, float]] = []
-    for i, pc in enumerate(spans.pcs):
-        verb = plan.instructions[pc].verb
+    verbs = Columns.of(plan.instructions).verbs.tolist()
+    for pc, start, end in zip(spans.pcs, spans.start, spans.end, strict=True):
+        verb = VERBS[verbs[pc]]
         if verb is not Verb.COPY:
-            row = talking if verb in COMMUNICATING else computing
-            row.append((spans.start[i], spans.end[i]))
+            (talking if verb in COMMUNICATING else computing).append((start, end))
     computed, talked = union(computing), union(talking)
     busy = length(computed)
     both = length(computed) + length(talked) - length(union([*computed, *talked]))

@@ -6,7 +6,7 @@ class, whose devices have equal times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,11 +18,18 @@ from piper.cost.hardware import Device
 from piper.cost.recorded import Recorded
 from piper.cost.rough_costs import Costs, recorded_of
 from piper.cost.simulate.replay import Communication, Track, replay
-from piper.cost.simulate.timing_classes import TimingClass, TimingClasses, timing_classes
+from piper.cost.simulate.timing_classes import (
+    PlanKinds,
+    TimingClass,
+    TimingClasses,
+    timing_classes,
+)
 from piper.cost.tasks import CostModel, Durations, Tasks, computed_in
 from piper.ir.dag.dag import group_text
 from piper.ir.dag.sizes import Sizes
-from piper.ir.plan.instructions import COMMUNICATING, Verb
+from piper.ir.equal_numbers import EqualNumbers
+from piper.ir.ops import Collective, Transfer
+from piper.ir.plan.instructions import Verb
 from piper.ir.plan.lowered import LoweredStep
 from piper.ir.rules import Rest, StreamRule
 from piper.view.busy import Busy, busy_of
@@ -155,8 +162,9 @@ def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None
     recorded = recorded_of(costs)
     uneven = recorded is not None and bool(recorded.speeds)
     custom = not isinstance(costs, Costs | Recorded | Cluster | None)
-    classes = timing_classes(step.plans, cluster, apart=uneven or custom)
-    tracks, comms = _tracks(step, classes, cluster, tasks, durations)
+    kinds = [PlanKinds(plan, dag) for plan in step.plans]
+    classes = timing_classes(step.plans, kinds, cluster, apart=uneven or custom)
+    tracks, comms = _tracks(step, kinds, classes, cluster, tasks, durations)
     replay(tracks, comms, cluster.sharing)
     spans = tuple(
         Spans(tuple(range(len(track.start))), tuple(track.start), tuple(track.end))
@@ -167,6 +175,7 @@ def simulate(step: LoweredStep, cluster: Cluster, costs: CostModel | None = None
 
 def _tracks(
     step: LoweredStep,
+    kinds: Sequence[PlanKinds],
     classes: TimingClasses,
     cluster: Cluster,
     tasks: Tasks,
@@ -174,37 +183,44 @@ def _tracks(
 ) -> tuple[list[Track], list[Communication]]:
     """The tracks of all classes, and their communications."""
     comms: list[Communication] = []
-    numbers: dict[tuple[int, frozenset[object]], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
+    parties: EqualNumbers[frozenset[tuple[int, Verb]]] = EqualNumbers()
     tracks = []
     for number, one in enumerate(classes.classes):
-        plan = step.plans[one.plan]
-        device = cluster.device(one.devices[0])
-        streams: dict[str, int] = {}
-        track = Track([], [], [], [], [], device.synchronous)
-        for x in plan.instructions:
-            node = step.dag.nodes[x.node]
-            track.streams.append(streams.setdefault(x.stream, len(streams)))
-            track.waits.append(x.waits)
-            track.issue.append(device.issue * tasks.of(node).launches)
-            if x.verb is Verb.COPY:  # runs beside the host, without other participants
-                track.seconds.append(0.0)
-                track.comms.append(len(comms))
-                comms.append(Communication(durations.on(node, one.devices[:1]), 1, 0))
-                continue
-            if x.verb not in COMMUNICATING:
-                track.seconds.append(durations.on(node, one.devices[:1]))
-                track.comms.append(-1)
-                continue
-            participants, instance = classes.instance(number, x)
-            key = x.node, frozenset[object](participants)
-            if key not in numbers:
-                numbers[key] = len(comms)
-                slows = _share(step.streams, node.stream, device)
-                links = 2 if instance.way.outside else 1
-                seconds = durations.on(node, instance.devices)
-                comms.append(Communication(seconds, len(participants), links, slows))
-            track.seconds.append(0.0)
-            track.comms.append(numbers[key])
+        mine, device = kinds[one.plan], cluster.device(one.devices[0])
+        streams: dict[tuple[str, Verb | None], int] = {}
+        shares: list[tuple[int, float, float, Communication | None, int]] = []
+        for verb, node in mine.examples:
+            seconds, comm, party = 0.0, None, -1
+            if verb is Verb.COPY:  # runs beside the host, without other participants
+                comm = Communication(durations.on(node, one.devices[:1]), 1, 0)
+            elif isinstance(node.op, Transfer | Collective):
+                participants, instance = classes.instance(number, verb, node.op)
+                party = parties.of(participants)
+                comm = Communication(
+                    durations.on(node, instance.devices),
+                    len(participants),
+                    2 if instance.way.outside else 1,
+                    _share(step.streams, node.stream, device),
+                )
+            else:
+                seconds = durations.on(node, one.devices[:1])
+            apart = verb if verb in (Verb.SEND, Verb.RECV) else None  # streams of their own
+            stream = streams.setdefault((node.stream, apart), len(streams))
+            issue = device.issue * tasks.of(node).launches
+            shares.append((stream, issue, seconds, comm, party))
+        track = Track([], mine.columns.waits.tuples(), [], [], [], device.synchronous)
+        for at, kind in zip(mine.columns.nodes.tolist(), mine.of, strict=True):
+            stream, issue, seconds, comm, party = shares[kind]
+            index = -1
+            if comm is not None:
+                index = len(comms) if party < 0 else numbers.setdefault((at, party), len(comms))
+                if index == len(comms):
+                    comms.append(comm)
+            track.streams.append(stream)
+            track.seconds.append(seconds)
+            track.comms.append(index)
+            track.issue.append(issue)
         tracks.append(track)
     return tracks, comms
 

@@ -13,11 +13,14 @@ from functools import cached_property
 
 from piper.cost.cluster import Cluster
 from piper.cost.link_time import Way
+from piper.ir.dag.dag import Dag
+from piper.ir.dag.ragged import numbered
 from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.grouped import grouped
 from piper.ir.ops import Collective, Group, Transfer
+from piper.ir.plan.columns import VERBS, Columns
 from piper.ir.plan.instances import Participants, instances, members
-from piper.ir.plan.instructions import Instruction, Verb
+from piper.ir.plan.instructions import Verb
 from piper.ir.plan.plan import Plan
 
 
@@ -59,12 +62,12 @@ class TimingClasses:
         return {device: i for i, one in enumerate(self.classes) for device in one.devices}
 
     def instance(
-        self, number: int, x: Instruction
+        self, number: int, verb: Verb, op: Transfer | Collective
     ) -> tuple[frozenset[tuple[int, Verb]], CollectiveInstance]:
         """The classes that take part in a communication of class ``number``, itself included, each
         with its verb; and its instance."""
-        pattern = self.patterns.of(x)
-        own = pattern.instances[pattern.of[self.classes[number].devices[0], x.verb]]
+        pattern = self.patterns.of(op)
+        own = pattern.instances[pattern.of[self.classes[number].devices[0], verb]]
         return frozenset((self._of[d], verb) for d, verb in own.participants), own
 
 
@@ -76,9 +79,7 @@ class Patterns:
         self._known: dict[tuple[int, ...], Pattern] = {}
         self._numbers: EqualNumbers[Group | tuple[Group, ...]] = EqualNumbers()
 
-    def of(self, x: Instruction) -> Pattern:
-        op = x.op
-        assert isinstance(op, Transfer | Collective)
+    def of(self, op: Transfer | Collective) -> Pattern:
         number = self._numbers.of
         key: tuple[int, ...] = ()
         if isinstance(op, Transfer):
@@ -96,17 +97,31 @@ class Patterns:
         return self._known[key]
 
 
+class PlanKinds:
+    """The instructions of a plan by kind: those of one kind have one verb, and nodes of one kind.
+    They are read from columns, so that no instruction is made."""
+
+    def __init__(self, plan: Plan, dag: Dag) -> None:
+        self.columns = Columns.of(plan.instructions)
+        verbs, nodes = self.columns.verbs, self.columns.nodes
+        kinds, first = numbered(dag.kinds.of[nodes] * len(VERBS) + verbs)
+        self.of: list[int] = kinds.tolist()
+        """The kind of each instruction."""
+        self.examples = [(VERBS[verbs[pc]], dag.nodes[nodes[pc]]) for pc in first.tolist()]
+        """The verb and a node of each kind, in the order in which kinds first occur."""
+
+
 def timing_classes(
-    plans: Sequence[Plan], cluster: Cluster, *, apart: bool = False
+    plans: Sequence[Plan], kinds: Sequence[PlanKinds], cluster: Cluster, *, apart: bool = False
 ) -> TimingClasses:
-    """The classes of ``plans`` on ``cluster``: the coarsest partition in which the devices of a
-    class have the same plan, kind and links, and communicate with the same classes. With ``apart``
-    every device is its own class."""
+    """The classes of ``plans``, which have ``kinds``, on ``cluster``: the coarsest partition in
+    which the devices of a class have the same plan, kind and links, and communicate with the same
+    classes. With ``apart`` every device is its own class."""
     patterns = Patterns(cluster)
-    mine = [_patterns(plan, patterns) for plan in plans]
+    mine = [_patterns(one, patterns) for one in kinds]
     plan_of = {d: i for i, plan in enumerate(plans) for d in plan.devices}
-    kinds = {d: d if apart else id(cluster.device(d)) for d in plan_of}
-    colour = _numbered({d: (p, kinds[d]) for d, p in plan_of.items()})
+    hardware = {d: d if apart else id(cluster.device(d)) for d in plan_of}
+    colour = _numbered({d: (p, hardware[d]) for d, p in plan_of.items()})
     while True:
         seen: dict[int, tuple[object, ...]] = {}
         marks: dict[tuple[int, int], int] = {}
@@ -131,13 +146,13 @@ def timing_classes(
     return TimingClasses(classes, patterns)
 
 
-def _patterns(plan: Plan, patterns: Patterns) -> list[tuple[Pattern, Verb]]:
+def _patterns(kinds: PlanKinds, patterns: Patterns) -> list[tuple[Pattern, Verb]]:
     """The patterns that a plan takes part in, each with its verb."""
     distinct: dict[tuple[int, Verb], tuple[Pattern, Verb]] = {}
-    for x in plan.instructions:
-        if isinstance(x.op, Transfer | Collective):
-            pattern = patterns.of(x)
-            distinct.setdefault((id(pattern), x.verb), (pattern, x.verb))
+    for verb, node in kinds.examples:
+        if isinstance(node.op, Transfer | Collective):
+            pattern = patterns.of(node.op)
+            distinct.setdefault((id(pattern), verb), (pattern, verb))
     return list(distinct.values())
 
 

@@ -24,7 +24,10 @@ from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss
 from piper.capture.model import Captured, device_of
 from piper.capture.regions import ChosenTags
+from piper.cost.cluster import Cluster
 from piper.cost.rough_costs import Costs, recorded_of
+from piper.cost.simulate.estimate import Estimate
+from piper.cost.simulate.simulation import simulate
 from piper.cost.tasks import CostModel
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
@@ -48,7 +51,7 @@ from piper.program.compile.placer import Placed, Placer
 from piper.program.compile.rank_zero import JobStore
 from piper.program.compile.stages import Stages
 from piper.program.compile.traces import Traces
-from piper.program.compiled import Step, evaluated, trained_shapes
+from piper.program.compiled import Step, evaluated, step_of, trained_shapes
 from piper.program.deferred import Deferred
 from piper.program.program import Program
 from piper.state.optimizer.factory import OptimizerFactory
@@ -282,37 +285,71 @@ class Capture:
             timings=stages.seconds,
         )
 
+    def estimate(
+        self, strategy: Strategy, cluster: Cluster, *, costs: CostModel | None = None
+    ) -> Estimate:
+        """The time and memory of a step of ``strategy`` on ``cluster``, without code, evaluation or
+        proofs: they equal those of ``self.compile(strategy, costs=cluster)`` and of its
+        ``simulate(cluster, costs)``, at a fraction of the time. ``compile`` may still refuse the
+        strategy, for the optimizer or for what only evaluation mode does."""
+        _check_strategy(strategy)
+        if not isinstance(cluster, Cluster):
+            raise PiperError(f"cluster={cluster!r} must be a piper.Cluster")
+        self._source.refuse_refrozen(self._frozen)
+        under = _Under(strategy, None, cluster)
+        with default_dtype(self._training.default_dtype), without_collection():
+            shape = _shape(strategy, self._size)
+            placed = self._placed(strategy, shape)
+            settings = self._settings(under, placed, shape)
+            lowered = lower(placed.dag, placed.facts.models, settings, proven=False)
+            example = self._given.batch
+            step = step_of(lowered, placed.facts.models, strategy, example, settings)
+            return Estimate.of(simulate(step, cluster, costs))
+
+    def _captured(self, shape: _Shape) -> dict[int, Captured]:
+        """The model as one device of each group size sees it."""
+        return {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
+
+    def _placed(self, strategy: Strategy, shape: _Shape) -> Placed:
+        """The model under ``strategy``."""
+        for directive in strategy.directives:
+            if isinstance(directive, Shard):
+                directive.check_names(StateNames.of(self._source).keys)
+        return self._placer.placed(strategy, self._captured(shape), shape.experts)
+
+    def _settings(self, under: _Under, placed: Placed, shape: _Shape) -> Settings:
+        """The inputs of lowering."""
+        first = next(iter(self._captured(shape).values()))
+        if self._cost is None:
+            trained = trained_shapes(placed.facts.whole, placed.code)
+            with without_modes():
+                self._cost = cost_of(self._training.optimizer, trained, first.device)
+        return Settings(
+            clip=self._training.waits_for_norm,
+            optimizer=self._cost,
+            memory_limit=under.memory_limit,
+            gpu=first.device.type == "cuda",
+            fused=not isinstance(first.compiler, Eager),
+            costs=Costs() if under.costs is None else under.costs,
+        )
+
     def _compiled(self, under: _Under, stages: Stages, digest: str | None) -> Program:
         strategy = under.strategy
         shape = _shape(strategy, self._size)
         with default_dtype(self._training.default_dtype), without_collection():
             with stages.stage("capturing the model"):
-                captured = {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
+                captured = self._captured(shape)
             first = next(iter(captured.values()))
             if self._given.remat is None:
                 warn_of_checkpointing(self._given.model, strategy, first.checkpoints)
             warn_of_mixing(captured.values())
-            known = self._known(under, digest)
-            for directive in strategy.directives:
-                if isinstance(directive, Shard):
-                    directive.check_names(known["names"].keys)
             with stages.stage("applying the strategy"):
-                placed = self._placer.placed(strategy, captured, shape.experts)
+                placed = self._placed(strategy, shape)
             trained = trained_shapes(placed.facts.whole, placed.code)
             warn_of_untrained(self._given.trained.keys() - trained.keys())
             if self._training.optimizer is not None and self._training.master is None:
                 warn_of_half_precision({n: placed.code.parameters[n].dtype for n in trained})
-            if self._cost is None:
-                with without_modes():
-                    self._cost = cost_of(self._training.optimizer, trained, first.device)
-            settings = Settings(
-                clip=self._training.waits_for_norm,
-                optimizer=self._cost,
-                memory_limit=under.memory_limit,
-                gpu=first.device.type == "cuda",
-                fused=not isinstance(first.compiler, Eager),
-                costs=Costs() if under.costs is None else under.costs,
-            )
+            settings = self._settings(under, placed, shape)
             with stages.stage("planning"):
                 lowered = _lowered(placed, self._training, settings, trained, first.device)
             with stages.stage("capturing evaluation mode"):
@@ -327,7 +364,7 @@ class Capture:
                     settings,
                 )
         program = Program(
-            **known,
+            **self._known(under, digest),
             settings=settings,
             training_step=training_step,
             evaluation_step=evaluation_step,

@@ -3,8 +3,9 @@ group size sees them. Results are cached for later strategies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from piper.base.errors import DirectiveError
 from piper.capture.captured_facts import Known, facts_of
@@ -33,13 +34,19 @@ from piper.program.compile.wiring import (
 from piper.strategies.strategy import Strategy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placed:
     """A model under a strategy."""
 
     dag: Dag
     facts: Facts
-    code: Executables
+    made: Callable[[], Executables]
+    """Makes ``code``."""
+
+    @cached_property
+    def code(self) -> Executables:
+        """Made when it is first asked for: an estimate needs none."""
+        return self.made()
 
 
 class Placer:
@@ -102,12 +109,17 @@ class Placer:
             layout = of_segments(layout, cut, origin)
         dag = strategy.ordered(layout)
         passes = self._known.passes
-        programs = {
-            n: consume_inputs(c.cut, [passes.of(x, dag.policy(i)) for i, x in enumerate(joints[n])])
-            for n, c in captured.items()
-        }
-        facts_of_step = Facts(dag.model, _with_rows(models, rows))
-        return Placed(dag, facts_of_step, _executables(captured, programs))
+
+        def made() -> Executables:
+            programs = {
+                n: consume_inputs(
+                    c.cut, [passes.of(x, dag.policy(i)) for i, x in enumerate(joints[n])]
+                )
+                for n, c in captured.items()
+            }
+            return _executables(captured, programs)
+
+        return Placed(dag, Facts(dag.model, _with_rows(models, rows)), made)
 
     def _facts(
         self,
