@@ -53,7 +53,7 @@ def test_a_device_that_is_a_step_ahead_is_not_waited_for() -> None:
 
 def test_what_is_not_whole_is_not_shown() -> None:
     assert seen_in(b"") is None
-    assert seen_in(HEADER.pack(0, 0, 0, 0, 0, 0, 0, 5) + b"{") is None
+    assert seen_in(HEADER.pack(0, 0, 0, 0, 0, 0, 0, 5, 0) + b"{") is None
 
 
 def told(*options: str) -> str:

@@ -24,7 +24,17 @@ import piper
 from piper.runtime.pending import Pending
 from piper.runtime.streams import streams
 from tests.scripts import nccl_faulty, nccl_replay
-from tests.scripts.nccl_cases import CASES, LARGER, ON_TWO, Case, batch, differences, numbers
+from tests.scripts.fault_at import Fault, chosen
+from tests.scripts.nccl_cases import (
+    CASES,
+    LARGER,
+    ON_TWO,
+    ROOMY,
+    Case,
+    batch,
+    differences,
+    numbers,
+)
 from tests.state.test_weights import Wide, in_one_file
 from tests.training import shared_captures
 
@@ -300,3 +310,37 @@ def test_processes_that_share_a_gpu() -> None:
         os.kill(trainer._session.devices.workers.processes[1].process.pid, signal.SIGKILL)
         with pytest.raises(piper.PiperError, match="device 1 died"):
             trainer.step(*batch(0))
+
+
+LOST = {
+    2: {"dp": 2, "microbatches": 2},
+    4: {"pp": 2, "dp": 2, "microbatches": 2, "zero": 1},
+}
+
+
+@pytest.mark.parametrize("kind", [Fault.KILL, Fault.STOP])
+@pytest.mark.parametrize("recover", ["restart", "replace", "reroute"])
+@pytest.mark.parametrize("ranks", list(LOST))
+@pytest.mark.filterwarnings("ignore::piper.PiperWarning")
+def test_a_lost_rank_is_recovered(
+    ranks: int, recover: str, kind: Fault, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the second step. Not under MPS: a client that is killed ends all others."""
+    program = Case(piper.strategies.mesh(**LOST[ranks]), {"clip_norm": 1.0}, ROOMY).compile()
+    with piper.launch(program) as trainer:
+        should = numbers(trainer, steps=4)
+    monkeypatch.setenv("FAULT_AT", chosen(1, 2, 4, kind, str(tmp_path / "happened")))
+    with piper.launch(
+        program,
+        on="processes",
+        share_gpus=True,
+        imports=["tests.scripts.fault_at"],
+        restarts=2,
+        recover=recover,
+        stall=3.0,
+    ) as trainer:
+        wrong = differences(numbers(trainer, steps=4), should, exact=False)
+    assert not wrong, wrong
+    (recovery,) = trainer.recoveries
+    print(f"\n{ranks} ranks, {recover}, {kind.name}: {recovery}")
+    assert (1 in recovery.replaced) == (recover != "reroute")

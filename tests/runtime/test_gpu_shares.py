@@ -4,7 +4,6 @@ Run by hand."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 
 import pytest
 import torch
@@ -70,40 +69,40 @@ def total() -> int:
 
 
 def test_shares_are_disjoint_and_as_large_as_they_say(where: Where) -> None:
-    with closing(shares(a=16, rest=Rest.REST, b=24)) as found:
-        ran = {name: where(found.stream(name, 0)) for name in ("a", "b", "rest")}
-        assert {name: len(sms) for name, sms in ran.items()} == {
-            name: found.sms_of(name) for name in ran
-        }
-        assert found.sms_of("a") >= 16
-        assert found.sms_of("b") >= 24
-        assert sum(map(len, ran.values())) == total() == len(set().union(*ran.values()))
+    found = shares(a=16, rest=Rest.REST, b=24)
+    ran = {name: where(found.stream(name, 0)) for name in ("a", "b", "rest")}
+    assert {name: len(sms) for name, sms in ran.items()} == {
+        name: found.sms_of(name) for name in ran
+    }
+    assert found.sms_of("a") >= 16
+    assert found.sms_of("b") >= 24
+    assert sum(map(len, ran.values())) == total() == len(set().union(*ran.values()))
 
 
 def test_streams_of_one_share_run_on_the_same_sms(where: Where) -> None:
     """Also the two directions of messages, and all streams that ask for the rest."""
-    with closing(shares(a=16, b=Rest.REST, c=Rest.REST)) as found:
-        send, receive = (found.stream("a", 0) for _ in range(2))
-        assert send != receive
-        assert where(send) == where(receive)
-        assert where(found.stream("b", 0)) == where(found.stream("c", 0))
+    found = shares(a=16, b=Rest.REST, c=Rest.REST)
+    send, receive = (found.stream("a", 0) for _ in range(2))
+    assert send != receive
+    assert where(send) == where(receive)
+    assert where(found.stream("b", 0)) == where(found.stream("c", 0))
 
 
 def test_the_rest_alone_is_the_whole_gpu(where: Where) -> None:
-    with closing(shares(a=Rest.REST)) as found:
-        assert found.sms_of("a") == total() == len(where(found.stream("a", 0)))
+    found = shares(a=Rest.REST)
+    assert found.sms_of("a") == total() == len(where(found.stream("a", 0)))
 
 
 def test_other_streams_run_anywhere(where: Where) -> None:
-    with closing(shares(a=16)) as found:
-        found.stream("a", 0)
-        assert len(where(torch.cuda.Stream())) == total()
+    found = shares(a=16)
+    found.stream("a", 0)
+    assert len(where(torch.cuda.Stream())) == total()
 
 
 def test_a_stream_has_the_priority_asked_for() -> None:
-    with closing(shares(a=16)) as found:
-        usual, urgent = (found.stream("a", priority) for priority in (0, -1))
-        assert urgent.priority < usual.priority
+    found = shares(a=16)
+    usual, urgent = (found.stream("a", priority) for priority in (0, -1))
+    assert urgent.priority < usual.priority
 
 
 def test_a_tensor_may_outlive_the_shares_that_used_it() -> None:
@@ -112,9 +111,9 @@ def test_a_tensor_may_outlive_the_shares_that_used_it() -> None:
     used.record_stream(stream)
     with torch.cuda.stream(stream):
         made = used + 1
-    found.close()
+    del found
     stream.synchronize()
-    del used, stream, found  # torch records an event on the stream when the tensor is freed
+    del used, stream  # torch records an event on the stream when the tensor is freed
     torch.cuda.empty_cache()
     assert made.sum().item() == 2000
 

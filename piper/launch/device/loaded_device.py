@@ -170,6 +170,12 @@ class LoadedDevice:
         for loaded in (self._training, self._evaluation, self.running):
             loaded.context.abandon()
 
+    def end_waiting(self) -> None:
+        """On a GPU, end kernels that wait for others: the call has failed. Any thread may call
+        it."""
+        if isinstance(self.comm, Nccl):
+            self.comm.abort()
+
     def finish_copies(self) -> None:
         """Finish the copies of a background save; the state may change after that."""
         for snapshot in (self.state.snapshot, self._begun):
@@ -185,7 +191,7 @@ class LoadedDevice:
             self.state.snapshot.abandon()
             self.state.snapshot = None
         if abandoned and isinstance(self.comm, Nccl):
-            self.comm.abort()
+            self.end_waiting()
             return
         if self.state.where.type == "cuda" and not abandoned:
             torch.cuda.synchronize(self.state.where)

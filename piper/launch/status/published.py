@@ -28,7 +28,8 @@ class Published:
         self._file = file
         os.pwrite(file, bytes(HEADER.size), 0)  # an error on a full disk; the mapping would crash
         self._at = memoryview(mmap.mmap(file, HEADER.size)).cast("q")
-        self.begin()
+        self._calls = 0
+        self._at[PC] = self._at[AWAITED] = NOWHERE
         self._known: tuple[Any, int] = None, 0
 
     @staticmethod
@@ -44,7 +45,13 @@ class Published:
 
     def begin(self) -> None:
         """A call begins: no instruction runs yet."""
+        self._calls += 1
         self._at[PC] = self._at[AWAITED] = NOWHERE
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the call under way has failed elsewhere."""
+        return self._at[Number.GIVEN_UP] >= self._calls
 
     def end(self, device: WorkerDevice, job: str) -> None:
         """A call ended without an error."""

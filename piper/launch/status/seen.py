@@ -16,7 +16,7 @@ from piper.runtime.counters import AWAITED, NOWHERE, PC, PLAN
 
 NAMELESS = "piper-at"
 """The name of the memory of a worker without a folder."""
-HEADER = struct.Struct("8q")
+HEADER = struct.Struct("9q")
 """Its first bytes; then come the names of all instructions."""
 _FILES = re.compile(rf"/piper-[^/]+/at\.\d+$|^/memfd:{NAMELESS} ")
 
@@ -34,6 +34,8 @@ class Number(IntEnum):
     """Peak bytes."""
     LENGTH = 7
     """Bytes that follow the header."""
+    GIVEN_UP = 8
+    """How many calls it had got when its parent last gave one up; the parent writes this."""
 
 
 class SeenInstruction(NamedTuple):

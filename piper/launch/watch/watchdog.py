@@ -18,7 +18,7 @@ from piper.launch.watch.heartbeat import Heartbeat
 from piper.launch.watch.liveness import Monitor, Query
 from piper.runtime.streams.signals import Signal
 
-_ABORT = 10.0
+ABORT = 10.0
 """Seconds that the communicators may take to abort."""
 
 
@@ -71,7 +71,7 @@ class Watchdog:
         self._monitor.close()
         text = "".join(traceback.format_exception(error))
         last = threading.Timer(
-            _ABORT, end_process, [f"its communicators did not end after:\n{text}"]
+            ABORT, end_process, [f"its communicators did not end after:\n{text}"]
         )
         last.daemon = True
         last.start()

@@ -24,6 +24,7 @@ from piper.base.errors import WorkerError
 from piper.launch.launchers import WorkerOptions
 from piper.launch.messages.calls import StoreAddress, WorkerTask, dumped
 from piper.launch.status.stopped import is_stopped
+from piper.launch.watch.watchdog import ABORT
 from piper.launch.workers.first_failure import CallAnswers
 from piper.launch.workers.fork_server import ForkServer
 from piper.launch.workers.process_links import refuse_too_few_gpus
@@ -39,6 +40,7 @@ class LocalWorkers:
         self.folder = Path(self._folder.name)
         self.processes: list[WorkerProcess] = []
         self._server = ForkServer(self.folder)
+        self._kind = "cpu"
         self._finalizer = weakref.finalize(self, _end, self._server, self._folder)
 
     @property
@@ -57,6 +59,7 @@ class LocalWorkers:
         without one in a file of the folder. Returns the new devices."""
         refuse_ended(self._finalizer)
         wanted = sorted(devices)
+        self._kind = kind.type
         if kind.type == "cuda":
             refuse_too_few_gpus(len(wanted), share=self._options.share_gpus)
         self._retire([worker for worker in self.processes if worker.device not in wanted])
@@ -84,7 +87,7 @@ class LocalWorkers:
         refuse_ended(self._finalizer)
         for device, message in calls:
             worker = self.processes[self.devices.index(device)]
-            worker.send(message)
+            worker.call(message)
         options = self._options
         if not self.ready:
             return CallAnswers(self.processes, options.start_timeout)
@@ -95,7 +98,9 @@ class LocalWorkers:
         """After a failed call, keep the workers that can take another one, and end the others. The
         stopped ones are ended first: those that wait for them fail then."""
         self._remove([worker for worker in self.processes if is_stopped(worker.process.pid)])
-        idle = answers.idle(self.processes, GRACE)
+        for worker in self.processes:
+            worker.give_up()
+        idle = answers.idle(self.processes, ABORT if self._kind == "cuda" else GRACE)
         self._remove([worker for worker in self.processes if worker not in idle])
 
     def _retire(self, workers: Sequence[WorkerProcess]) -> None:

@@ -55,6 +55,8 @@ class ProcessLinks:
         self._alone = alone
         self._address = _LOOPBACK if alone else address
         self._where: torch.device | None = None
+        self._kept: list[Nccl] = []
+        """The last communicators on GPUs, and all that were aborted."""
 
     def place(self, kind: torch.device) -> torch.device:
         """The torch device of this process; chosen once."""
@@ -73,6 +75,7 @@ class ProcessLinks:
         comm: Comm
         if where.type == "cuda":
             comm = Nccl(end, plans, where, program.streams)
+            self._kept = [*(one for one in self._kept if one.aborted), comm]
         else:
             comm = Gloo(end, plans)
         return comm, Runners(program.compiler, where)

@@ -100,7 +100,7 @@ def _serve(connection: Connection, folder: Path) -> None:
             continue
         published.end(device, links.job)
         if monitor is None and not device.waits and device.state.where.type == "cuda":
-            monitor = _monitor(device, task.options.timeout, connection)
+            monitor = _monitor(device, task.options.timeout, connection, published)
         _answer(connection, answer)
     if monitor is not None:
         monitor.close()
@@ -143,14 +143,19 @@ def _called(local: LocalDevices, monitor: Monitor | None, call: Call) -> Any:
     return answer
 
 
-def _monitor(device: WorkerDevice, timeout: float, connection: Connection) -> Monitor:
-    """A monitor for a GPU worker: it writes the GPU's program counter to the shared file, and
-    reports a hanging communication to the parent."""
+def _monitor(
+    device: WorkerDevice, timeout: float, connection: Connection, published: Published
+) -> Monitor:
+    """A monitor for a GPU worker: it writes the GPU's program counter to the shared file, ends the
+    communications of a call that failed elsewhere, and reports a hanging one to the parent."""
 
     def stuck(seconds: float) -> str | None:
         if device.waits or not seconds:
             return None
         loaded = device.loaded
+        if published.is_given_up:
+            loaded.end_waiting()
+            return None
         pc = loaded.unfinished()
         if pc is None or seconds < timeout:
             return None

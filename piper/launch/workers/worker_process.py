@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from piper.launch.status.seen import HEADER, seen_in
+from piper.launch.status.seen import HEADER, Number, seen_in
 from piper.launch.workers.fork_server import ForkedProcess, ForkServer
 
 GRACE = 2.0
@@ -27,6 +28,8 @@ class WorkerProcess:
     connection: Connection
     counter: Path
     """The file in which it publishes its program counter (``Published``)."""
+    calls: int = 0
+    """The number of calls that it was sent."""
     answered: bool = False
     """Whether it has answered a call: until then it starts."""
     sender: threading.Thread | None = None
@@ -37,6 +40,18 @@ class WorkerProcess:
         given = self.connection, message, self.sender
         self.sender = threading.Thread(target=_send, args=given, daemon=True)
         self.sender.start()
+
+    def call(self, message: bytes) -> None:
+        """Send it a call."""
+        self.calls += 1
+        self.send(message)
+
+    def give_up(self) -> None:
+        """Tell it that the call under way has failed elsewhere. On a CPU it learns this from its
+        connections; on a GPU it would wait."""
+        with self.counter.open("r+b") as file:
+            file.seek(Number.GIVEN_UP * 8)
+            file.write(self.calls.to_bytes(8, sys.byteorder))
 
     def release(self) -> None:
         """Release the resources of a worker that has ended."""

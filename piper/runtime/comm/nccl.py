@@ -49,6 +49,8 @@ class Nccl:
         wanted = communicators_of(plans, end.device)
         self._backends = {one: _backend(one, end, where, rules.get(one.stream)) for one in wanted}
         self._to_self: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+        self._aborting = threading.Lock()
+        self.aborted = False
         self._connect(wanted, where)
 
     def _connect(
@@ -74,13 +76,19 @@ class Nccl:
 
     def abort(self) -> None:
         """End kernels that wait for other processes; their tensors have undefined contents. Aborts
-        all communicators at once: one abort may wait until no kernel of another runs."""
-        threads = [threading.Thread(target=x.abort, daemon=True) for x in self._backends.values()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self._backends.clear()
+        all communicators at once: one abort may wait until no kernel of another runs. Any thread
+        may call it, also while another waits for the kernels.
+
+        This object must be kept until the process ends: torch destroys a communicator that has
+        seen an error only after seconds, in which it holds the GIL."""
+        with self._aborting:
+            backends = () if self.aborted else self._backends.values()
+            threads = [threading.Thread(target=x.abort, daemon=True) for x in backends]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.aborted = True
 
     def send(self, node: int, stream: str, to: int) -> Begin:
         if to == self._device:
