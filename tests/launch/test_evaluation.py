@@ -155,7 +155,7 @@ def test_a_batch_may_have_any_number_of_rows(count: int) -> None:
 
 def test_rows_wait_for_those_of_the_next_batch(counted: piper.Trainer) -> None:
     """The fewest forwards: whole batches, and few pieces at the end."""
-    pieces = RowPieces(counted._session.shapes, None, rows=False)
+    pieces = RowPieces(counted._session.shapes, None, None, rows=False)
     x, y = rows()
     found = [pieces.of((x[i : i + 10], y[i : i + 10])) for i in range(0, 50, 10)]
     assert [[p.copies for p in row] for row in (*found, pieces.rest())] == [

@@ -8,20 +8,33 @@ from typing import Any
 
 from torch import Tensor
 
+from piper.base.errors import PiperError
 from piper.capture.batch import Pad
 from piper.capture.code.totals import Totals, summed
 from piper.launch import running
 from piper.launch.evaluation.pieces import EvaluationSums, RowPiece, RowPieces
 from piper.launch.trainer.batch_tensors import batches_in
+from piper.launch.trainer.padding import other_filling, padded
 from piper.launch.trainer.session import Session
 from piper.launch.trainer.step_result import StepResult
 
+_NOISE, _LOW_NOISE = 1e-6, 1e-3
+"""The relative difference of two equal losses if experts compute on other rows beside those that
+count, in fp32 and below."""
 
-def evaluate(session: Session, given: Sequence[Any], *, pad: Pad | None, rows: bool) -> StepResult:
-    """``Trainer.evaluate``."""
+
+def evaluate(
+    session: Session,
+    given: Sequence[Any],
+    *,
+    pad: Pad | None,
+    rows: bool,
+    lengths: Pad | None = None,
+) -> StepResult:
+    """``Trainer.evaluate``. ``lengths`` fills up shorter rows as ``pad`` does, but adds no row."""
     start = time.perf_counter()
     session.failed = True
-    pieces: Iterable[RowPiece] = _pieces(session, given, pad, rows=rows)
+    pieces: Iterable[RowPiece] = _pieces(session, given, pad, lengths, rows=rows)
     totals: list[Tensor] = []
     if (wanted := session.program.codes[1].totals) is not None:
         pieces = list(pieces)
@@ -40,14 +53,42 @@ def evaluate(session: Session, given: Sequence[Any], *, pad: Pad | None, rows: b
         return StepResult(report, session.program, seconds, sums.tokens, evaluated=True)
 
 
+def refuse_read_padding(session: Session, batch: Sequence[Any], pad: Pad | None) -> None:
+    """Refuse ``batch`` if its loss depends on the content of the positions that ``pad`` fills.
+
+    Before the first batch with shorter rows, two evaluations of it differ in these positions alone.
+    A model that masks them, or that is causal, gives the same loss.
+    """
+    program = session.shapes.first
+    if pad is None or session.ignores_padding:
+        return
+    if (other := other_filling(program, batch, pad)) is None:
+        return
+    usual = padded(program, batch, pad, rows=False)
+    result = evaluate(session, usual, pad=None, rows=False)
+    first, second = float(result), float(evaluate(session, other, pad=None, rows=False))
+    low = any(x.dtype.itemsize < 4 for x in program.codes[1].parameters.values())
+    bound = (_LOW_NOISE if low else _NOISE) * abs(first) if result.expert_load else 0.0
+    if abs(first - second) > bound:
+        raise PiperError(
+            "pad= fills up rows with positions that this model reads: with other values there, the "
+            f"loss is {second:.8g} and not {first:.8g}. Give the model a mask of them among its "
+            "inputs (attention_mask, padded with 0), or allow a program for each length "
+            "(piper.launch(program, shapes=))"
+        )
+    session.ignores_padding = first == first
+    session.failed = True  # the caller goes on
+
+
 def _pieces(
-    session: Session, given: Sequence[Any], pad: Pad | None, *, rows: bool
+    session: Session, given: Sequence[Any], pad: Pad | None, lengths: Pad | None, *, rows: bool
 ) -> Iterator[RowPiece]:
     """All batches in pieces of the program's size."""
-    pieces = RowPieces(session.shapes, pad, rows=rows)
+    pieces = RowPieces(session.shapes, pad, lengths, rows=rows)
     for batch in batches_in(session.program, given):
         with session.undisturbed():
             ready = pieces.of(batch)
+            refuse_read_padding(session, batch, pad or lengths)
             session.look_at_padding(batch, pad)
         yield from ready
     with session.undisturbed():

@@ -79,12 +79,14 @@ class HeldOut:
         batches = self._options.evaluate
         if batches is None or (self.losses and self.losses[-1][0] == step):
             return
-        start = time.perf_counter()
+        start, options = time.perf_counter(), self._options
         given = batches if isinstance(batches, Iterable) else batches()
-        weights = averaged(self._session) if self._options.averaged else nullcontext()
+        weights = averaged(self._session) if options.averaged else nullcontext()
         with torch.random.fork_rng([]), weights:  # a loader draws: training must not depend on it
-            result = evaluate(self._session, (given,), pad=None, rows=self._options.rows)
-        loss, monitor = float(result.loss), self._options.monitor
+            result = evaluate(
+                self._session, (given,), pad=None, rows=options.rows, lengths=options.pad
+            )
+        loss, monitor = float(result.loss), options.monitor
         self.losses.append((step, loss))
         self._scores.append(loss if monitor is None else float(monitor(result)))
         self.show(step, loss, None if monitor is None else self._scores[-1])

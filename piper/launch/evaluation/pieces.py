@@ -22,7 +22,8 @@ from piper.capture.batch import Batch, Pad
 from piper.ir.grouped import grouped
 from piper.launch.device.report import Report
 from piper.launch.trainer.batch_shapes import BatchShapes
-from piper.launch.trainer.batch_tensors import padded, rows_in, tokens_of
+from piper.launch.trainer.batch_tensors import rows_in, tokens_of
+from piper.launch.trainer.padding import is_filled, padded
 from piper.program.program import Program
 
 
@@ -37,6 +38,8 @@ class RowPiece:
     """How often it has each row."""
     kept: int
     """The number of its first rows that were given; the others are copies, or padding."""
+    filled: bool
+    """Whether anything in it is padding."""
 
     @property
     def weight(self) -> int:
@@ -47,14 +50,18 @@ class RowPiece:
 class RowPieces:
     """Cuts batches into pieces; rows that do not fill a batch wait for those of the next one."""
 
-    def __init__(self, shapes: BatchShapes, pad: Pad | None, *, rows: bool) -> None:
-        """``pad`` and ``rows`` as in ``Trainer.step``."""
-        self._shapes, self._pad, self._own = shapes, pad, rows
+    def __init__(
+        self, shapes: BatchShapes, pad: Pad | None, lengths: Pad | None, *, rows: bool
+    ) -> None:
+        """``pad`` and ``rows`` as in ``Trainer.step``; ``lengths`` as in ``evaluate``."""
+        self._shapes, self._pad, self._lengths, self._own = shapes, pad, lengths, rows
         self._example = example = shapes.first.example
         self._rows = [isinstance(x, Tensor) and example.has_rows(x) for x in example.leaves]
         paths = map(example.path, range(len(example.leaves)))
         self._counts = any(path.endswith("['num_items_in_batch']") for path in paths)
         self._begun = False
+        self._filled = False
+        """Whether the rows of any batch so far were filled up."""
         self._rest: Batch | None = None
 
     def of(self, given: Sequence[Any]) -> list[RowPiece]:
@@ -63,8 +70,10 @@ class RowPieces:
         if self._own or self._pad is not None:
             whole = padded(self._shapes.first, given, self._pad, rows=self._own)
             rows = size if self._own else rows_in(self._example, self._example.built_like(*given))
-            return [RowPiece(whole, size, 1, rows)]
-        batch = self._example.built_like(*given)
+            return [RowPiece(whole, size, 1, rows, is_filled(given, whole))]
+        longer = padded(self._shapes.first, given, self._lengths, rows=self._own, missing=False)
+        self._filled |= is_filled(given, longer)
+        given, batch = longer, self._example.built_like(*longer)
         known = self._shapes.rows_of(batch)
         if self._counts and (self._begun or known is None):
             raise PiperError(
@@ -78,7 +87,7 @@ class RowPieces:
             )
         self._begun = True
         if self._rest is None and known is not None:
-            return [RowPiece(given, known, 1, known)]
+            return [RowPiece(given, known, 1, known, self._filled)]
         before = []
         if self._rest is not None and self._follows(batch):
             batch, self._rest = self._joined(self._rest, batch), None
@@ -90,7 +99,8 @@ class RowPieces:
         if left:
             self._rest = self._part(batch, count - left, left)
         starts = range(0, count - left, size)
-        return before + [RowPiece(self._part(batch, i, size).given, size, 1, size) for i in starts]
+        parts = [self._part(batch, i, size).given for i in starts]
+        return before + [RowPiece(part, size, 1, size, self._filled) for part in parts]
 
     def rest(self) -> list[RowPiece]:
         """The pieces of the rows that wait."""
@@ -102,8 +112,9 @@ class RowPieces:
         for rows in (n for n in range(size - 1, 0, -1) if size % n == 0):
             while count - start >= rows:
                 part = self._part(batch, start, rows)
-                whole = self._joined(*[part] * (size // rows))
-                pieces.append(RowPiece(whole.given, size, size // rows, rows))
+                copies = size // rows
+                whole = self._joined(*[part] * copies)
+                pieces.append(RowPiece(whole.given, size, copies, rows, self._filled))
                 start += rows
         return pieces
 
@@ -146,7 +157,7 @@ class EvaluationSums:
         for value, parts in blocks.items():
             rows = torch.cat([x.to(parts[0].device) for x in parts])
             self._rows.setdefault(value, []).append(rows[: piece.kept])
-        if piece.kept != piece.weight:  # single numbers would include the padding
+        if piece.filled:  # single numbers would include the padding
             report = replace(report, outputs={})
         self._reports.append((replace(report, returned={}, ready=None), piece))
         self._weight += piece.weight

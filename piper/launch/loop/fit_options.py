@@ -89,7 +89,8 @@ class FitOptions:
     rows: bool = False
     """Each batch is this process's rows of a global batch."""
     pad: Pad | None = None
-    """Values that fill up smaller batches; see ``Trainer.step``."""
+    """Values that fill up smaller batches and shorter rows, also of ``evaluate``; see
+    ``Trainer.step``."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "epochs", "evaluate_every", "patience", "every", "keep"):

@@ -1,21 +1,18 @@
-"""The tensors of a step's batch: checked against the example, and padded if requested."""
+"""The tensors of a step's batch, checked against the example."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from piper.base.errors import PiperError
 from piper.base.units import class_text
-from piper.capture.batch import Batch, Pad
+from piper.capture.batch import Batch
+from piper.launch.trainer.padding import leaves_of, proposed
 from piper.program.program import Program
-
-_IGNORED = -100
-"""The target that ``cross_entropy`` ignores by default."""
 
 
 def arguments_of(batch: Any) -> tuple[Any, ...]:
@@ -94,151 +91,33 @@ def _advised(program: Program, batch: Sequence[Any], error: PiperError) -> Piper
     rows = {x.shape[0] for x in tensors if x.dim()}
     here = min(rows, default=0)
     own = "allow a program of its own for it (piper.launch(program, shapes=1))"
+    fill = f"pad={proposed(program, list(map(leaves_of, batch)))}"
     if len(rows) == 1 and here < size:
         fits = here % program.loss_parts == 0
         return PiperError(
             f"{error}. A batch has {size} rows here, and this one {here}: drop the last, "
             "smaller batch (drop_last=True), "
-            f"{'' if fits else 'or '}pad it, "
-            f"pad={_proposed(program, list(map(_leaves, batch)))}, with a loss that ignores the "
-            "padding"
+            f"{'' if fits else 'or '}pad it, {fill}, with a loss that ignores the padding"
             f"{f', or {own}' if fits else ''}"
         )
+    lengths = [(x.shape[1:], e.shape[1:]) for x, e in zip(tensors, examples, strict=True)]
+    if any(n > most for x, e in lengths for n, most in zip(x, e, strict=True)):
+        return PiperError(
+            f"{error}. A row is longer here than in the example, and a program is for one shape: "
+            "cut it (truncation=True, max_length= of a tokenizer), or compile with an example of "
+            f"the longest rows (its shape alone counts) and give {fill}, which fills up shorter "
+            f"ones, or {own}"
+        )
     if [x.shape for x in tensors] != [x.shape for x in examples]:
-        return PiperError(f"{error}. A program is for one shape: pad the batch to it, or {own}")
+        return PiperError(
+            f"{error}. Rows are shorter here, and a program is for one shape: fill them up, {fill} "
+            f"(an argument of step, fit and evaluate), or {own}"
+        )
     return error
 
 
-def padded(program: Program, batch: Sequence[Any], pad: Pad | None, *, rows: bool) -> Sequence[Any]:
-    """``batch`` padded with the values of ``pad``, if given, to the number of rows that ``program``
-    takes; ``rows`` says that it has only some rows of a global batch."""
-    if pad is None:
-        return batch
-    if rows:
-        raise PiperError(
-            "pad= pads a whole batch, and rows=True passes only some of its rows: pad the batch "
-            "before taking trainer.rows of it"
-        )
-    code, _ = program.codes
-    totals = code.totals
-    if code.count is None and (totals is None or not totals.complete):
-        raise PiperError(
-            "a padded batch needs a loss that ignores the padding: a mean over the "
-            "targets that count (cross_entropy with ignore_index, a masked mean), or (sum, count); "
-            "this loss has a mean over all rows"
-        )
-    given = list(map(_leaves, batch))
-    values = _values_of(pad)
-    names = [list(one) for one in given]
-    if [sorted(one) for one in values] != [sorted(one) for one in names] or not all(
-        isinstance(x, Tensor) and _is_number(values[i][name])
-        for i, one in enumerate(given)
-        for name, x in one.items()
-    ):
-        count = sum(map(len, given))
-        raise PiperError(
-            f"pad={pad!r} must give one number for each of the {count} tensors of the batch, by "
-            f"name for a dict: built like {_proposed(program, given)}"
-        )
-    size = program.example.size
-    examples = [_leaves(part) for part in program.example.given]
-    examples += [{}] * (len(batch) - len(examples))  # surplus inputs are refused later
-    padded_batch: list[Any] = []
-    for whole, one, fill, example in zip(batch, given, values, examples, strict=False):
-        filled = {
-            name: _filled(x, fill[name], size)
-            if name not in example or program.example.has_rows(example[name])
-            else x
-            for name, x in one.items()
-        }
-        padded_batch.append(filled if isinstance(whole, Mapping) else filled[""])
-    return padded_batch
-
-
-def _proposed(program: Program, given: Sequence[Mapping[str, Any]]) -> Any:
-    """A ``pad=`` for a batch with the leaves ``given``: integer targets are ignored."""
-    fills = [
-        {name: _IGNORED if _counts(program, i, name, x) else 0 for name, x in one.items()}
-        for i, one in enumerate(given)
-    ]
-    built = [one.get("", one) for one in fills]
-    return tuple(built) if len(built) > 1 else built[0]
-
-
-def counted_padding(program: Program, batch: Sequence[Any], pad: Pad) -> str | None:
-    """A warning if the loss counts the rows that ``pad``, which fits, adds to ``batch``, or if it
-    may count them."""
-    given, values, size = list(map(_leaves, batch)), _values_of(pad), program.example.size
-    ignored = [dict(one) for one in values]
-    path, value = "", 0.0
-    for i, one in enumerate(given):
-        for name, x in one.items():
-            short = isinstance(x, Tensor) and x.dim() and x.shape[0] < size
-            if short and _counts(program, i, name, x) and values[i][name] != _IGNORED:
-                inputs = len(given) - len(program.example.parts[1])
-                path = f"inputs[{name!r}]" if name else f"targets[{i - inputs}]"
-                value, ignored[i][name] = values[i][name], _IGNORED
-    code, _ = program.codes
-    known = code.count is None and code.totals is not None
-    if not path or (known and _as_many(program, batch, pad, ignored)):
-        return None
-    return (
-        f"pad= fills the integers of {path} with {value}, and padded rows count in the loss unless "
-        f"it ignores {value}: pad them with {_IGNORED}, which cross_entropy ignores"
-    )
-
-
-def _as_many(
-    program: Program, batch: Sequence[Any], pad: Pad, ignored: Sequence[dict[str, Any]]
-) -> bool:
-    """Whether a batch padded with ``pad`` has no larger totals than with ``ignored``."""
-    totals = program.codes[0].totals
-    assert totals is not None
-    sums = []
-    for fill in (pad, [one.get("", one) for one in ignored]):
-        tensors = tensors_of(program, padded(program, batch, fill, rows=False))
-        try:
-            sums.append(totals.sums(tensors, program.example.size))
-        except (IndexError, RuntimeError):  # another class is ignored, and weights have no -100
-            return True
-    return not any(bool((x > y).any()) for x, y in zip(*sums, strict=True))
-
-
-def _counts(program: Program, index: int, name: str, x: object) -> bool:
-    """Whether a leaf of a batch has integer targets."""
-    targets = len(program.example.given) - len(program.example.parts[1])
-    kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    named = any(word in name.lower() for word in ("label", "target"))
-    return isinstance(x, Tensor) and x.dtype in kinds and (named or index >= targets)
-
-
-def _values_of(pad: Pad) -> list[dict[str, Any]]:
-    """The values of ``pad`` by input and name."""
-    return list(map(_leaves, (pad,) if isinstance(pad, Mapping) else _items(pad)))
-
-
-def _leaves(part: Any) -> dict[str, Any]:
-    """An input by names: a dict as it is, anything else under an empty name."""
-    return dict(part) if isinstance(part, Mapping) else {"": part}
-
-
-def _items(pad: object) -> Sequence[Any]:
-    return pad if isinstance(pad, Sequence) and not isinstance(pad, str) else ()
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float)
-
-
-def _filled(x: Tensor, value: float | int, size: int) -> Tensor:
-    if not x.dim() or x.shape[0] >= size:
-        return x
-    rows = torch.full((size - x.shape[0], *x.shape[1:]), value, dtype=x.dtype)
-    return torch.cat([x, rows.to(x.device)])
-
-
 def _tensors(batch: Sequence[Any]) -> list[Tensor]:
-    leaves = [leaf for part in batch for leaf in pytree.tree_leaves(_leaves(part))]
+    leaves = [leaf for part in batch for leaf in pytree.tree_leaves(leaves_of(part))]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 

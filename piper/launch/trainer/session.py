@@ -25,8 +25,9 @@ from piper.launch.device.worker_group import WorkerGroup, everyone
 from piper.launch.state.background_saves import BackgroundSave
 from piper.launch.state.switch import Change, switch
 from piper.launch.trainer.batch_shapes import BatchShapes
-from piper.launch.trainer.batch_tensors import counted_padding, tensors_of
+from piper.launch.trainer.batch_tensors import tensors_of
 from piper.launch.trainer.notices import Notice, Notices
+from piper.launch.trainer.padding import counted_padding
 from piper.launch.watch.interrupts import held_back
 from piper.program.program import Program
 
@@ -50,6 +51,8 @@ class Session:
         """Whether the last step or evaluation ended with an error."""
         self.unread = False
         """Whether steps have changed the weights since they were last saved or read."""
+        self.ignores_padding = False
+        """Whether an evaluation has shown that the loss ignores padded positions."""
         self.saving = BackgroundSave()
         self._group: WorkerGroup | None = group
         # runs even without close(); registered after the group's finalizer, so called before it

@@ -136,11 +136,13 @@ class Trainer:
         """Train on one global batch: the inputs, then the targets, also as one tuple. With
         ``rows=True``, ``batch`` is only this process's rows of it: ``trainer.rows``, in this order.
 
-        A smaller batch is refused, or padded if ``pad`` gives one value for each tensor (by name
-        for a dict). The loss must then ignore the padding: a mean over the targets that count, or
-        (sum, count). With ``report=False`` the loss and gradient-norm all-reduces are left out,
-        unless the step itself needs them, and neither can be read; under torchrun all processes
-        must pass the same value.
+        A batch with fewer or shorter rows is refused, or filled up if ``pad`` gives one value for
+        each tensor (by name for a dict). The loss must then ignore the padding: a mean over the
+        targets that count, or (sum, count), of a model that masks positions or is causal.
+
+        With ``report=False`` the loss and gradient-norm all-reduces are left out, unless the step
+        itself needs them, and neither can be read; under torchrun all processes must pass the same
+        value.
         """
         return training_calls.step(self._session, batch, pad=pad, report=report, rows=rows)
 

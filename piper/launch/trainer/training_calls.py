@@ -14,15 +14,16 @@ from piper.base.units import class_text
 from piper.capture.batch import Pad
 from piper.launch import running
 from piper.launch.device.report import ProfileKind, Report
+from piper.launch.evaluation.evaluate import refuse_read_padding
 from piper.launch.trainer.batch_tensors import (
     batch_in,
     first_tensor,
-    padded,
     rows_in,
     tensors_of,
     tokens_of,
 )
 from piper.launch.trainer.notices import Notice
+from piper.launch.trainer.padding import is_filled, padded
 from piper.launch.trainer.session import Session
 from piper.launch.trainer.step_result import StepResult
 
@@ -98,6 +99,7 @@ def _trained(
             "trainer.fit(batches) trains on all of them"
         )
     whole = padded(session.shapes.first, batch, pad, rows=rows)
+    refuse_read_padding(session, batch, pad)
     session.go_to_shape_of(whole, rows=rows)
     program, inputs = session.program, _inputs(session, whole, rows=rows)
     session.look_at_padding(batch, pad)
@@ -108,7 +110,7 @@ def _trained(
     session.failed = False
     example = program.example
     count = example.size if pad is None else rows_in(example, example.built_like(*batch))
-    if count != example.size:  # single numbers would include the padding
+    if pad is not None and is_filled(batch, whole):  # single numbers would include the padding
         trained = replace(trained, outputs={})
     first = first_tensor(batch) if pad is not None else None
     tokens = tokens_of(example, count) if first is None else first.numel()
