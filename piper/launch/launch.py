@@ -38,8 +38,8 @@ def launch(
 
     ``on`` names a launcher, such as "virtual", "processes", "torchrun" or "ray". ``shapes`` is the
     number of batch shapes allowed besides the example's; each gets its own program, compiled at the
-    first such batch. After a second a terminal shows what is done; ``progress`` says whether to
-    show it. ``options`` are specific to the launcher (``launchers.py``): for those with processes
+    first such batch. What is done is shown as in ``piper.compile``, with ``progress``.
+    ``options`` are specific to the launcher (``launchers.py``): for those with processes
     ``timeout`` (seconds, or "5min", that any operation may take) and ``share_gpus`` (several
     processes may share a GPU); for "processes" and "ray" ``restarts`` (how often a run goes on
     after workers die, fail or hang) and ``recover`` (how); on GPUs ``cuda_graphs`` (capture a step

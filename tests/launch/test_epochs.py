@@ -238,8 +238,9 @@ def test_the_lines_name_checkpoints(
     how: dict[str, Any] = {"steps": 4, "checkpoint": "run", "progress": 1}
     with piper.launch(program()) as trainer, pytest.raises(KeyboardInterrupt):
         trainer.fit(BATCHES, callbacks=[Interrupts(2)], **how)
-    assert (
-        capsys.readouterr().err.splitlines()[-1] == "stopped after step 2: saved run/step-00000002"
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "stopped after step 2: saved run/step-00000002; to continue, run again with resume=True "
+        "(piper train: --resume)"
     )
     with piper.launch(program()) as trainer:
         trainer.fit(BATCHES, resume=True, **how)

@@ -34,7 +34,8 @@ def test_a_program_knows_the_seconds_of_each_stage() -> None:
     [
         (True, "0", ["testing: one", "testing: two", "testing took"]),
         (True, "1", []),
-        (None, "0", []),  # no terminal
+        (None, "0", ["testing: one", "testing took"]),  # no terminal
+        (None, "1", []),
         (False, "0", []),
     ],
 )

@@ -118,7 +118,16 @@ class Ending:
             kept = f": saved {shown(last[1])}"
         else:
             kept = f"; the last checkpoint is {shown(last[1])}"
+        if self._saved is not None and last is not None:
+            how = "" if self._saved.resumes else " with resume=True (piper train: --resume)"
+            kept += f"; to continue, run again{how}"
         display.say(f"stopped after step {self._session.steps}{kept}")
+
+    def shortened(self, error: BaseException) -> BaseException:
+        """``error`` without its traceback if it is a Ctrl-C that waited for the end of a step: the
+        place says nothing to the caller."""
+        told = isinstance(error, KeyboardInterrupt) and not self._is_stepping
+        return error.with_traceback(None) if told else error
 
     def _save_after(self, error: BaseException) -> None:
         """Save the state after ``error``, if possible."""

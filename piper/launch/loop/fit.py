@@ -157,6 +157,11 @@ class Checkpoints:
             raise PiperError(f"{self.folder} cannot be used for checkpoints: {error}") from error
 
     @property
+    def resumes(self) -> bool:
+        """Whether the run continues by itself if it is started again."""
+        return self._options.resume is not False
+
+    @property
     def last(self) -> tuple[int, Path] | None:
         """The step of the last checkpoint of this call, and its path."""
         if self.folder is None or self._last is None:

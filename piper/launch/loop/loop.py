@@ -124,6 +124,10 @@ class Rounds:
                 ending.say_stopped(self._losses.display)
                 ending.stop.end()
 
+    def shortened(self, error: BaseException) -> BaseException:
+        """``error`` without its traceback, if that says nothing to the caller."""
+        return self._ending.shortened(error)
+
     def refuse_last(self) -> None:
         """Refuse a loader whose last batch will be refused, before the first step."""
         if self._options.rows or (self._saved is not None and self._saved.done):
@@ -235,7 +239,10 @@ class Loop(Iterator[StepResult]):
 
     def __next__(self) -> StepResult:
         self._begun = True
-        return next(self._results)
+        try:
+            return next(self._results)
+        except KeyboardInterrupt as pressed:
+            raise self._rounds.shortened(pressed) from None
 
     def refuse_last(self) -> None:
         """Refuse a loader whose last batch will be refused, before the first step."""

@@ -206,7 +206,8 @@ class Capture:
         """The program of ``strategy``. ``memory_limit`` is the memory of a device, in bytes or as a
         size such as "80GB"; a strategy that needs more is refused. ``costs`` orders what the
         strategy leaves open: ``piper.Costs``, a ``piper.Cluster``, measurements, or your own cost
-        model. After a second a terminal shows what is done; ``progress`` says whether to show it.
+        model. After a second a terminal shows what is done; without a terminal there is a
+        line after five seconds and one at the end. ``progress`` says whether to show all stages.
         ``program.timings`` has the seconds of each stage. With ``cache``, which is the default of
         ``piper.compile``, a program that was compiled before is loaded from the user's cache."""
         _check_strategy(strategy)
