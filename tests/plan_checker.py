@@ -1424,7 +1424,7 @@ class _Checker:
             over_time.append((during, held.total()))
         peak = max(total for total, _, _ in moments)
         self._agree(c, "peak", peak, memory.peak)
-        self._agree(c, "over_time", tuple(over_time), memory.over_time)
+        self._agree(c, "over_time", tuple(over_time), tuple(memory.over_time))
         first = next(moment for moment in moments if moment[0] == peak)
         self._agree(c, "peak_at", first[1], memory.peak_at)
         found = {holder: n for holder, n in memory.at_peak.items() if n}

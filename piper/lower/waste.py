@@ -54,6 +54,8 @@ def waste_of(dag: Dag, models: Mapping[int, Model], sent: int) -> tuple[Waste, .
     repeated: defaultdict[tuple[tuple[str, ...], int], _Sum] = defaultdict(_Sum)
     gathered: defaultdict[str, _Sum] = defaultdict(_Sum)
     total = 0
+    alike: dict[tuple[int, int], int] = {}
+    """By chunk and replicas, the number of devices that compute the same."""
     times = np.bincount(dag.kinds.of).tolist()
     for node, count in zip(dag.examples, times, strict=True):
         if not isinstance(node.op, Compute):
@@ -63,7 +65,8 @@ def waste_of(dag: Dag, models: Mapping[int, Model], sent: int) -> tuple[Waste, .
         flops *= len(node.devices)
         total += flops * count
         region = " ".join(f"{name}[{index}]" for name, index in chunk.tags.items()) or "the model"
-        copies = _copies(dag, node)
+        key = chunk.index, node.replicas
+        copies = alike.get(key) or alike.setdefault(key, _copies(dag, node))
         if copies > 1 and flops:
             repeated[chunk.products, copies].add(region, (flops - flops // copies) * count)
         if node.op.which is Pass.F:

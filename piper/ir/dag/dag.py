@@ -277,6 +277,13 @@ class Dag:
         after.__dict__["operations"] = self.operations.followed_by(nodes[len(self.nodes) :])
         return after
 
+    def divided(self, nodes: Sequence[Node], passes: Mapping[int, Sequence[Pass]]) -> Dag:
+        """This DAG with ``nodes``: some of its nodes, by number in ascending order, have become
+        these passes."""
+        after = replace(self, nodes=tuple(nodes))
+        after.__dict__["operations"] = self.operations.divided(passes)
+        return after
+
     def noted(self, *directives: str) -> Dag:
         """This DAG with more entries in its history; the first has number ``len(self.history)``."""
         return replace(self, history=(*self.history, *directives))

@@ -43,12 +43,22 @@ class Filter:
     terms: tuple[Term, ...]
 
     @staticmethod
-    def of(where: FilterLike) -> Filter:
+    def of(where: FilterLike, known: dict[tuple[str, object], Term] | None = None) -> Filter:
+        """The filter as the user wrote it. ``known`` keeps terms, for other filters."""
         if not isinstance(where, Mapping):
             raise DirectiveError(
                 f"a filter is a mapping from tag to value, such as {{'PP': 0}}, not {where!r}"
             )
-        return Filter(tuple(_term(name, value) for name, value in where.items()))
+        terms: dict[tuple[str, object], Term] = {} if known is None else known
+        found = []
+        for name, value in where.items():
+            term = terms.get((name, value)) if type(value) in (int, str) else None
+            if term is None:
+                term = _term(name, value)
+                if type(value) in (int, str):
+                    terms[name, value] = term
+            found.append(term)
+        return Filter(tuple(found))
 
     def accepts(self, tags: Tags) -> bool:
         return all(term.accepts(tags.get(term.name)) for term in self.terms)
@@ -92,7 +102,14 @@ class TagIndex:
 
 def select(dag: Dag, where: Filter) -> list[int]:
     """The numbers of the matching nodes; an unknown tag or no match is an error."""
-    numbers = [i for i, node in enumerate(dag.nodes) if where.accepts(node.tags)]
+    numbers: Sequence[int] = range(len(dag.nodes))
+    for term in where.terms:
+        name, values = term.name, term.values
+        tags = ((number, dag.nodes[number].tags.get(name)) for number in numbers)
+        if values is not None:
+            numbers = [number for number, tag in tags if tag in values]
+        else:
+            numbers = [number for number, tag in tags if (tag is not None) is term.present]
     for term in where.terms:
         if not (numbers and term.present) and term.name not in dag.tag_values:
             raise DirectiveError(
@@ -100,7 +117,7 @@ def select(dag: Dag, where: Filter) -> list[int]:
             )
     if not numbers:
         raise DirectiveError(f"the filter {where} matches nothing; there are: {_known(dag)}")
-    return numbers
+    return [*numbers]
 
 
 def _term(name: str, value: Any) -> Term:

@@ -6,8 +6,8 @@ ask for these once per kind, and a step of many microbatches costs little more t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -78,10 +78,33 @@ class Operations:
             tuple(groups),
         )
 
+    def divided(self, passes: Mapping[int, Sequence[Pass]]) -> Operations:
+        """These, where some nodes, by number in ascending order, have become these passes."""
+        lengths, divided = np.ones(len(self.chunks), np.int64), np.zeros(len(self.chunks), bool)
+        lengths[[*passes]] = [len(row) for row in passes.values()]
+        divided[[*passes]] = True
+        of = np.repeat(np.arange(len(lengths)), lengths)
+        numbers = self.passes[of]
+        numbers[divided[of]] = [_NUMBERS[which] for row in passes.values() for which in row]
+        return replace(
+            self,
+            chunks=self.chunks[of],
+            passes=numbers,
+            microbatches=self.microbatches[of],
+            places=self.places[of],
+        )
+
     def of_pass(self, chunk: int, which: Pass) -> list[int]:
         """The nodes that run a pass of a chunk, each for a microbatch."""
         row = chunk * len(Pass) + _NUMBERS[which]
         return self._by_pass.row(row) if row < len(self._by_pass) else []
+
+    def that_run(self, which: Pass) -> list[int]:
+        """The nodes that run such a pass."""
+        numbers: list[int] = np.flatnonzero(
+            (self.chunks >= 0) & (self.passes == _NUMBERS[which])
+        ).tolist()
+        return numbers
 
     @cached_property
     def _by_pass(self) -> Ragged:

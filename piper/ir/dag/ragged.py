@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, pairwise
 
 import numpy as np
@@ -42,13 +41,13 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    @cached_property
+    @property
     def lengths(self) -> Ints:
         return np.diff(self.starts)
 
-    @cached_property
+    @property
     def row_of(self) -> Ints:
-        """The row of each item."""
+        """The row of each item. It is not kept: plans would be twice as large."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
     def row(self, number: int) -> list[int]:

@@ -7,8 +7,9 @@ its index in the table plus the table's length times the microbatch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from operator import itemgetter
 
 from msgspec import Struct
 
@@ -107,6 +108,9 @@ class Value(Struct, frozen=True, gc=False):
     term: int = 0
 
 
+_Picked = Callable[[list[int]], tuple[int, ...]]
+
+
 class ValueTable:
     """All values that the passes of a model may read or write, and the reads and writes of each."""
 
@@ -123,9 +127,7 @@ class ValueTable:
         these parameters."""
         self.parameters = [parameters_of(model, chunk, self.ties) for chunk in model.chunks]
         """The trained parameters of each chunk: its own, and its tied ones."""
-        self._wired: dict[
-            tuple[int, Pass, RematPolicy], tuple[tuple[int, ...], tuple[int, ...]]
-        ] = {}
+        self._wired: dict[tuple[int, Pass, RematPolicy], tuple[_Picked, _Picked]] = {}
         for chunk in model.chunks:
             for policy, variant in chunk.variants.items():
                 for which in variant.passes:
@@ -157,16 +159,13 @@ class ValueTable:
         """The numbers of the values that a pass reads and writes."""
         numbers = self.numbers(microbatch)
         reads, writes = self._wired[chunk, which, policy]
-        of = numbers.__getitem__
-        return tuple(map(of, reads)), tuple(map(of, writes))
+        return reads(numbers), writes(numbers)
 
-    def _wire(
-        self, chunk: ChunkFacts, which: Pass, policy: RematPolicy
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _wire(self, chunk: ChunkFacts, which: Pass, policy: RematPolicy) -> tuple[_Picked, _Picked]:
         facts = chunk.variants[policy].passes[which]
         reads = [self._number(v) for ref in facts.reads for v in self._read(chunk, ref)]
         writes = [self._number(v) for ref in facts.writes for v in self._written(chunk, ref)]
-        return tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes))
+        return picked(tuple(dict.fromkeys(reads))), picked(tuple(dict.fromkeys(writes)))
 
     def _number(self, value: Value) -> int:
         if value not in self._numbers:
@@ -205,6 +204,13 @@ class ValueTable:
     def _activation(self, value: int) -> Value:
         maker = self._makers.get(value, -1)
         return Value(Role.BATCH if maker < 0 else Role.ACTIVATION, value, maker)
+
+
+def picked(places: tuple[int, ...]) -> _Picked:
+    """A function that takes the items at these places of a list."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda items: tuple([items[place] for place in places])
 
 
 def tied_chunks(model: Model) -> dict[int, int]:

@@ -84,6 +84,10 @@ class _Forms:
         """By value and chunk, the experts' result before the combine."""
         self._all_to_alls: dict[tuple[object, ...], Collective] = {}
         self._expert_groups: dict[tuple[int, int, int], tuple[Group, ...]] = {}
+        self._starts: list[int] = []
+        self._other: list[bool] = []
+        """For each value that nodes read, whether it is not ordinary or made elsewhere. The rows of
+        node ``i`` begin at ``_starts[i]``."""
 
     def communicating(self) -> list[int]:
         """The nodes that compute experts, or read a value that is not ordinary or made elsewhere.
@@ -96,6 +100,7 @@ class _Forms:
         experts |= dag.shards.keys()
         found = np.isin(chunks, [*experts])
         found[edges.reads.row_of[other]] = True
+        self._starts, self._other = edges.reads.starts.tolist(), other.tolist()
         numbers: list[int] = np.flatnonzero(found).tolist()
         return numbers
 
@@ -103,7 +108,15 @@ class _Forms:
         """Make a node read and write values in the layouts that it needs."""
         node = self._dag.nodes[number]
         rule = self._rule(node)
-        reads = tuple([self._read(value, number, rule) for value in node.reads])
+        start, end = self._starts[number : number + 2]
+        reads = tuple(
+            [
+                self._read(value, number, rule)
+                if other or (rule is not None and self._moves(value))
+                else value
+                for value, other in zip(node.reads, self._other[start:end], strict=True)
+            ]
+        )
         writes = node.writes
         if rule is not None:
             writes = tuple(self._made(value, number, rule) for value in writes)

@@ -23,6 +23,7 @@ from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.mesh import Mesh
 from piper.ir.ops import Collective, Compute, Group, Op, Select
 from piper.ir.passes import Pass, RematPolicy
+from piper.ir.rules import TensorRule
 
 
 def add_redistributions(dag: Dag) -> Dag:
@@ -32,31 +33,32 @@ def add_redistributions(dag: Dag) -> Dag:
     ops = _Ops()
     same: dict[int, int] = {}
     """Values that equal another value, and that value."""
-    gone: dict[int, tuple[int, ...]] = {}
-    """Removed nodes that do nothing, and their predecessors."""
+    gone: set[int] = set()
+    """Removed nodes that do nothing."""
     nodes = dict(enumerate(dag.nodes))
-    moving = {c.index: segment for c in dag.model.chunks if (segment := c.moving) is not None}
-    for number in np.flatnonzero(np.isin(dag.operations.chunks, [*moving])).tolist():
+    moving: dict[int, tuple[Move, Move, TensorRule]] = {}
+    """By chunk, what its passes move, forwards and backwards."""
+    for chunk in dag.model.chunks:
+        if (segment := chunk.moving) is not None:
+            moves = segment.redistribution
+            assert moves is not None
+            rule = dag.rule(chunk.index, segment.axis)
+            moving[chunk.index] = moves.forward, moves.backward, rule
+    chunks = dag.operations.chunks
+    there = np.flatnonzero(np.isin(chunks, [*moving]))
+    for number, of in zip(there.tolist(), chunks[there].tolist(), strict=True):
         node = dag.nodes[number]
-        segment = moving[node.compute.chunk]
-        redistribution = segment.redistribution
-        assert redistribution is not None
-        rule = dag.rule(node.compute.chunk, segment.axis)
-        forward = node.compute.which is Pass.F
-        move = redistribution.forward if forward else redistribution.backward
+        forward, backward, rule = moving[of]
+        move = forward if node.compute.which is Pass.F else backward
         if move is Move.NOTHING:
             (read,), (made,) = node.reads, node.writes
             same[made] = read
-            gone[number] = tuple(dag.predecessors(number))
+            gone.add(number)
             del nodes[number]
         else:
             op = ops.of(move, node.mesh, rule.axis)
-            nodes[number] = structs.replace(
-                node,
-                op=op,
-                stream=rule.stream if isinstance(op, Collective) else node.stream,
-                made_by=rule.made_by,
-            )
+            stream = node.stream if move is Move.SELECT else rule.stream
+            nodes[number] = structs.replace(node, op=op, stream=stream, made_by=rule.made_by)
     extra = _gather_again(dag, nodes)
     return replace(_renumbered(dag, nodes, same, gone), extra=(*dag.extra, *extra))
 
@@ -125,11 +127,8 @@ class _Ops:
         return self._known[key]
 
 
-def _renumbered(
-    dag: Dag, nodes: dict[int, Node], same: dict[int, int], gone: dict[int, tuple[int, ...]]
-) -> Dag:
+def _renumbered(dag: Dag, nodes: dict[int, Node], same: dict[int, int], gone: set[int]) -> Dag:
     """``dag`` with only ``nodes``. They read the originals of values in ``same``."""
-    place = {number: i for i, number in enumerate(nodes)}
 
     def value(number: int) -> int:
         while number in same:
@@ -137,9 +136,9 @@ def _renumbered(
         return number
 
     def before(number: int) -> list[int]:
-        if number in place:
-            return [place[number]]
-        return [p for other in gone[number] for p in before(other)]
+        if number in gone:
+            return [p for other in dag.predecessors(number) for p in before(other)]
+        return [int(moved[number])]
 
     numbers, kept = np.array([*nodes], np.int64), [*nodes.values()]
     edges, moved = Edges(kept), np.full(1 + max(*nodes, *gone), -1)

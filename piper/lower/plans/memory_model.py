@@ -16,7 +16,7 @@ from piper.ir.dag.ragged import Ints
 from piper.ir.dag.sizes import Sizes
 from piper.ir.plan.columns import Columns
 from piper.ir.plan.instructions import MemoryKind, Verb
-from piper.ir.plan.memory import Memory
+from piper.ir.plan.memory import Memory, OverTime
 from piper.ir.plan.plan import Plan
 from piper.ir.rules import OptimizerCost
 
@@ -61,7 +61,7 @@ def memory_of(dag: Dag, plan: Plan, sizes: Sizes, optimizer: OptimizerCost) -> M
         int(busy[first]),
         int(pcs[first]),
         at_peak,
-        tuple(zip(most.tolist(), (always + changes.total(changes.after)).tolist(), strict=True)),
+        OverTime(most, always + changes.total(changes.after)),
     )
 
 

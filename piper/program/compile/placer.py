@@ -58,6 +58,9 @@ class Placer:
         self._rows: dict[tuple[Captured, Captured | None], Mapping[int, Rows]] = {}
         self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
         self._resized: list[tuple[Captured, Sequence[int], int, Captured]] = []
+        self._facts_of: dict[
+            tuple[Captured, tuple[Joint, ...] | None, tuple[RematPolicy, ...]], Model
+        ] = {}
 
     def facts_of(self, captured: Captured) -> Model:
         """The model's facts under every recomputation policy."""
@@ -127,7 +130,10 @@ class Placer:
         policies: Iterable[RematPolicy],
         joints: Sequence[Joint] | None = None,
     ) -> Model:
-        return facts_of(captured, captured.remat, joints, self._known, policies)
+        key = captured, None if joints is None else tuple(joints), tuple(policies)
+        if key not in self._facts_of:
+            self._facts_of[key] = facts_of(captured, captured.remat, joints, self._known, key[2])
+        return self._facts_of[key]
 
     def _sharded(self, captured: Captured, dag: Dag) -> Captured:
         """The model as one device sees it under tensor parallelism."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,8 +22,8 @@ from msgspec import structs
 
 from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
-from piper.ir.dag.dag import PASS, Dag, Node, name_of
-from piper.ir.dag.filters import Filter, FilterLike, TagIndex, select
+from piper.ir.dag.dag import PASS, Dag, Node, Tags, name_of
+from piper.ir.dag.filters import Filter, FilterLike, TagIndex, Term, select
 from piper.ir.equal_numbers import EqualNumbers
 from piper.ir.ops import Compute, Group
 from piper.ir.passes import Pass
@@ -54,7 +54,8 @@ class Order(Directive):
     @property
     def filters(self) -> list[list[Filter]]:
         """The filters of each group."""
-        return [[Filter.of(where) for where in group] for group in self.groups]
+        terms: dict[tuple[str, object], Term] = {}
+        return [[Filter.of(where, terms) for where in group] for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
         return {"op": self.name, "filters": [[dict(f) for f in group] for group in self.groups]}
@@ -221,36 +222,39 @@ def _divide(dag: Dag, entries: _Entries) -> Dag:
     """``dag`` with the backwards that filters on BI or BW match split into BI and BW, each by the
     first directive that asks for it."""
     filters = [[f for group in groups for f in group] for _, groups in entries]
-    halves = [[where.without(PASS) for where in row if _wants_halves(where)] for row in filters]
-    if not any(halves):
+    asked = [[where.without(PASS) for where in row if _wants_halves(where)] for row in filters]
+    if not any(asked):
         return dag
     index = _index(dag, [f for row in filters for f in row])
     whole: set[int] = {i for i, node in enumerate(dag.nodes) if node.ordered_by}
     wanted: dict[int, int] = {}
-    for (me, _), row, wheres in zip(entries, filters, halves, strict=True):
+    backwards = frozenset(dag.operations.that_run(Pass.B))
+    for (me, _), row, wheres in zip(entries, filters, asked, strict=True):
         matched = {number for where in wheres for number in index.matching(where)}
-        for number in matched:
-            if number not in wanted and dag.nodes[number].compute.which is Pass.B:
-                wanted[number] = me
-        _refuse_ordered(dag, whole.intersection(wanted))
+        new = (matched & backwards).difference(wanted)
+        _refuse_ordered(dag, whole & new)
+        wanted.update(dict.fromkeys(new, me))
         if me != entries[-1][0]:
             named = (index.matching(where) for where in row if _accepts_whole(where))
             whole.update(number for row in named for number in row if number not in wanted)
     if not wanted:
         return dag
+    halves_of = [_halves_of(dag, chunk) for chunk in range(len(dag.model.chunks))]
+    halves = {number: halves_of[dag.nodes[number].compute.chunk] for number in sorted(wanted)}
     nodes: list[Node] = []
+    tags: dict[tuple[int, Pass], Tags] = {}
     lengths = [1] * len(dag.nodes)
     done = 0
-    for number in sorted(wanted):
-        parts = _halves(dag, dag.nodes[number], wanted[number])
-        nodes += (*dag.nodes[done:number], *parts)
-        lengths[number], done = len(parts), number + 1
+    for number, passes in halves.items():
+        nodes += dag.nodes[done:number]
+        nodes += _halves(dag, dag.nodes[number], passes, wanted[number], tags)
+        lengths[number], done = len(passes), number + 1
     nodes += dag.nodes[done:]
     moved = [0, *itertools.accumulate(lengths)]
     for place, node in enumerate(nodes):
         if node.after:
             nodes[place] = structs.replace(node, after=tuple([moved[b] for b in node.after]))
-    return replace(dag, nodes=tuple(nodes))
+    return dag.divided(nodes, halves)
 
 
 def _refuse_ordered(dag: Dag, numbers: set[int]) -> None:
@@ -262,17 +266,26 @@ def _refuse_ordered(dag: Dag, numbers: set[int]) -> None:
         )
 
 
-def _halves(dag: Dag, node: Node, me: int) -> list[Node]:
+def _halves_of(dag: Dag, chunk: int) -> list[Pass]:
+    """The passes into which the backward of a chunk is divided."""
+    passes = dag.model.chunks[chunk].variants[dag.policy(chunk)].passes
+    return [which for which in _HALVES if which in passes]
+
+
+def _halves(
+    dag: Dag, node: Node, halves: Iterable[Pass], me: int, tags: dict[tuple[int, Pass], Tags]
+) -> list[Node]:
+    """The ``halves`` of a node. ``tags`` has their tags by those of nodes, which segments share."""
     op, by = node.compute, node.changed_by(me)
     policy, made = dag.policy(op.chunk), []
-    passes = dag.model.chunks[op.chunk].variants[policy].passes
-    for which in _HALVES:
-        if which in passes:
-            reads, writes = dag.table.wire(op.chunk, which, policy, op.microbatch)
-            half, tags = Compute(op.chunk, which, op.microbatch), {**node.tags, PASS: which}
-            made.append(
-                structs.replace(node, op=half, tags=tags, reads=reads, writes=writes, made_by=by)
-            )
+    for which in halves:
+        reads, writes = dag.table.wire(op.chunk, which, policy, op.microbatch)
+        key = id(node.tags), which
+        mine = tags.get(key) or tags.setdefault(key, {**node.tags, PASS: which})
+        half = Compute(op.chunk, which, op.microbatch)
+        made.append(
+            structs.replace(node, op=half, tags=mine, reads=reads, writes=writes, made_by=by)
+        )
     return made
 
 

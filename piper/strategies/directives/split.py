@@ -6,7 +6,6 @@ F ─▶ B          split(into="MB", parts=2)        F MB[0] ─▶ B MB[0]
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,6 +15,7 @@ from piper.base.arguments import named_arguments
 from piper.base.errors import DirectiveError
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.dag.filters import Filter, FilterLike, select
+from piper.ir.dag.values import picked
 from piper.ir.ops import Compute
 from piper.strategies.directives.directive import Directive, check_tag, plain_filter, positive
 
@@ -52,22 +52,23 @@ class Split(Directive):
                 "microbatches= of mesh, to one of them, or change the batch"
             )
         nodes: list[Node] = []
+        wired = [
+            (node, node.compute, picked(node.reads), picked(node.writes)) for node in dag.nodes
+        ]
         for microbatch in range(self.parts):
-            number = dag.table.numbers(microbatch).__getitem__
-            nodes += [self._copy(node, microbatch, number, me) for node in dag.nodes]
+            numbers = dag.table.numbers(microbatch)
+            nodes += [
+                structs.replace(
+                    node,
+                    op=Compute(op.chunk, op.which, microbatch),
+                    tags={**node.tags, self.into: microbatch},
+                    reads=reads(numbers),
+                    writes=writes(numbers),
+                    made_by=me,
+                )
+                for node, op, reads, writes in wired
+            ]
         return replace(dag, nodes=tuple(nodes), microbatches=(self.into, self.parts))
-
-    def _copy(self, node: Node, microbatch: int, number: Callable[[int], int], me: int) -> Node:
-        """``node`` for a microbatch; ``number`` gives the numbers of its values."""
-        op = node.compute
-        return structs.replace(
-            node,
-            op=Compute(op.chunk, op.which, microbatch),
-            tags={**node.tags, self.into: microbatch},
-            reads=tuple(map(number, node.reads)),
-            writes=tuple(map(number, node.writes)),
-            made_by=me,
-        )
 
 
 @named_arguments(DirectiveError)

@@ -49,9 +49,15 @@ def tensor_rules(
     """``dag`` with the nodes ``numbers`` sharded along ``axis``."""
     rules = dict(dag.tensor)
     chosen = _Chosen(dag, parameters)
+    seen: set[tuple[int, int, int]] = set()
     for number in numbers:
-        node, name = dag.nodes[number], name_of(dag, number)
+        node = dag.nodes[number]
         chunk = node.compute.chunk
+        key = chunk, id(node.mesh), node.replicas
+        if key in seen:  # another pass, or another microbatch
+            continue
+        seen.add(key)
+        name = name_of(dag, number)
         ways, stride = _division(node, axis, name)
         wanted = chosen.of(chunk)
         rule = TensorRule(axis, ways, stride, stream, me, wanted, 1 if sequence else None)
