@@ -34,6 +34,9 @@ class CapacityError(PiperError):
 class WorkerError(PiperError):
     """A worker failed; ``__cause__`` is the error that it raised, if it could be pickled."""
 
+    outside: bool = False
+    """Whether the cause is no part of the program, such as a SIGKILL or a lost machine."""
+
 
 class InstructionError(PiperError):
     """An instruction failed. Its error is the ``__cause__``."""

@@ -260,9 +260,7 @@ def test_a_fault_in_every_call(
     assert_recovers(replicas(dp=2), run, tmp_path, place, len(faults), **options)
 
 
-@pytest.mark.parametrize(
-    "recover", ["restart", "replace", pytest.param("reroute", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("recover", ["restart", "replace", "reroute"])
 def test_a_second_fault_in_the_recovery(
     recover: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place
 ) -> None:
@@ -288,6 +286,7 @@ def test_a_second_fault_in_the_recovery(
 
     options = {"recover": recover, "restarts": 3 * len(pairs), "mirror": 1e-9}
     assert_recovers(replicas(dp=3), run, tmp_path, place, len(pairs), **options)
+    assert len([*tmp_path.glob("first-*-then")]) == len(pairs)
 
 
 @pytest.mark.thorough

@@ -168,7 +168,9 @@ class RayWorkerGroup(CallingGroup):
             raise
         except self._ray.exceptions.RayError as error:
             self._lost = True
-            raise WorkerError(f"a machine of the cluster is lost: {_short(error)}") from error
+            lost = WorkerError(f"a machine of the cluster is lost: {_short(error)}")
+            lost.outside = True
+            raise lost from error
         return results
 
     # calls
@@ -225,14 +227,15 @@ class RayWorkerGroup(CallingGroup):
         except self._ray.exceptions.RayError as error:
             self._lost = True
             lost = f"{_devices(place)} died with the machine {place.facts.name}: {_short(error)}"
-            return FailedCall(lost)
+            return FailedCall(lost, outside=True)
         return answer
 
     def _silent(self, place: _Place) -> FailedCall:
         self._lost = True
         return FailedCall(
             f"the machine {place.facts.name} gave no sign of life for {_SILENT:g} s; it has "
-            f"{_devices(place)}"
+            f"{_devices(place)}",
+            outside=True,
         )
 
     # the end

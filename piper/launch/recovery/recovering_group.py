@@ -122,7 +122,7 @@ class RecoveringGroup(OneTrainer):
             except WorkerError as error:
                 fault: WorkerError | None = error
             while fault is not None:
-                if not self._restarts or _cause(fault) == last:
+                if not self._restarts or (_cause(fault) == last and not fault.outside):
                     self._group.end()
                     raise fault
                 last = _cause(fault)
@@ -157,7 +157,8 @@ class RecoveringGroup(OneTrainer):
 
 
 def _cause(fault: WorkerError) -> str:
-    """What failed. If it fails again at once, the reason is in the program, not in a worker."""
+    """What failed. If it fails again at once, the reason is in the program, unless it is known to
+    come from outside."""
     return str(fault).splitlines()[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,8 @@ class FailedCall:
     """The worker's own error, if it can be pickled."""
     consequence: bool = False
     """Whether another worker most likely failed first."""
+    outside: bool = False
+    """Whether the cause is no part of the program."""
 
     def error(self) -> PiperError:
         """The error for the caller."""
@@ -44,6 +47,7 @@ class FailedCall:
             with contextlib.suppress(Exception):
                 cause = cloudpickle.loads(self.cause)
         error = WorkerError(self.text)
+        error.outside = self.outside
         if isinstance(cause, CapacityError):
             cause.__cause__ = error
             return cause
@@ -102,7 +106,9 @@ class CallAnswers:
             quiet = 0.0
             if self._moves is not None:
                 if self._moves.any_stopped():
-                    return late("a worker does not go on", _missing(waiting), consequence=False)
+                    return FailedCall(
+                        f"a worker does not go on\n{_missing(waiting)}", outside=True
+                    )
                 quiet = self._moves.seconds_without()
                 if self._alone and quiet > self._stall:
                     return late(f"no worker has moved for {self._stall:g} s", _missing(waiting))
@@ -162,9 +168,9 @@ class CallAnswers:
         return self._known.get(worker.device)
 
 
-def late(what: str, missing: str, *, consequence: bool = True) -> FailedCall:
+def late(what: str, missing: str) -> FailedCall:
     """The failure of a call whose answers are missing."""
-    return FailedCall(f"{what}\n{missing}", consequence=consequence)
+    return FailedCall(f"{what}\n{missing}", consequence=True)
 
 
 def _missing(waiting: Iterable[WorkerProcess]) -> str:
@@ -178,4 +184,5 @@ def _missing(waiting: Iterable[WorkerProcess]) -> str:
 def _death(worker: WorkerProcess) -> FailedCall:
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.process.wait(GRACE)
-    return FailedCall(f"the worker of device {worker.device} died{worker.at}: {worker.ended}")
+    text = f"the worker of device {worker.device} died{worker.at}: {worker.ended}"
+    return FailedCall(text, outside=worker.process.returncode == -signal.SIGKILL)
