@@ -82,7 +82,7 @@ def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
     _refuse_unknown(on, options, launcher.options)
     times = {name: seconds_of(name, options[name]) for name in _TIMES if name in options}
     whole_number("restarts", options.get("restarts", 0), 0)
-    _check_recover(on, options)
+    _check_recover(options)
     group: WorkerGroup = launcher.worker_group()(launcher.options(**{**options, **times}))
     return group
 
@@ -93,7 +93,7 @@ def _policy(recover: Recover, program: Program) -> Policy:
     return Restart() if recover is Recover.RESTART else Replace()
 
 
-def _check_recover(on: str, options: dict[str, Any]) -> None:
+def _check_recover(options: dict[str, Any]) -> None:
     """Refuse an answer to faults that cannot be given."""
     if "recover" not in options:
         return
@@ -102,11 +102,6 @@ def _check_recover(on: str, options: dict[str, Any]) -> None:
         raise PiperError(
             f"recover={recover.value!r} says how training continues after a fault: say how often, "
             "restarts="
-        )
-    if recover is Recover.REROUTE and on == Where.RAY.value:
-        raise PiperError(
-            "recover='reroute' is for on='processes': on='ray' replaces the workers of a lost "
-            "machine (recover='replace')"
         )
 
 

@@ -67,13 +67,13 @@ stepped = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=
 
 
 @functools.cache
-def counting() -> piper.Program:
+def counting(model: type[Net] = Counting, **mesh: Any) -> piper.Program:
     torch.manual_seed(0)
     (x, y), _ = batches()
-    strategy = piper.strategies.mesh(pp=2, microbatches=4, schedule="zb-h1")
+    strategy = piper.strategies.mesh(**mesh or {"pp": 2, "microbatches": 4, "schedule": "zb-h1"})
     optimizer = piper.EMA(adamw, decay=0.9)
     return piper.compile(
-        Counting(), strategy, inputs=(x,), targets=(y,), loss=mean_loss, optimizer=optimizer,
+        model(), strategy, inputs=(x,), targets=(y,), loss=mean_loss, optimizer=optimizer,
         scheduler=stepped, clip_norm=0.5, on_nan="skip",
     )  # fmt: skip
 
@@ -264,14 +264,17 @@ def test_a_fault_in_every_call(
 def test_a_second_fault_in_the_recovery(
     recover: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place
 ) -> None:
-    methods = ["load", "read_part"]
-    if recover == "reroute":
-        methods += ["give_kept", "prepare", "finish", "take"]
-    pairs = [*itertools.product(methods, (0, 1), ("before", "after"))]
+    """Also where the first one leaves the state in memory."""
+    program = replicas(dp=3)
+    last = len(program.plan_of(2).instructions) - 1  # when the others have changed the state
+    places = {"load": last, "read_part": last}
+    if recover != "restart":
+        places |= dict.fromkeys(["give_kept", "prepare", "finish", "take"], 4)
+    pairs = [*itertools.product(places, (0, 1), ("before", "after"))]
     first, second = [], []
     for i, (method, device, when) in enumerate(pairs):
         mark = str(tmp_path / f"first-{i}")
-        first.append(chosen(2, 3 * i + 1, 4, Fault.KILL, mark))
+        first.append(chosen(2, 3 * i + 1, places[method], Fault.KILL, mark))
         second.append(in_call(device, method, when, Fault.KILL, f"{mark}-then", mark))
     monkeypatch.setenv("FAULT_AT", ";".join(first))
     monkeypatch.setenv("FAULT_IN", ";".join(second))
@@ -285,8 +288,47 @@ def test_a_second_fault_in_the_recovery(
         return found | trainer.state_dict()
 
     options = {"recover": recover, "restarts": 3 * len(pairs), "mirror": 1e-9}
-    assert_recovers(replicas(dp=3), run, tmp_path, place, len(pairs), **options)
+    assert_recovers(program, run, tmp_path, place, len(pairs), **options)
     assert len([*tmp_path.glob("first-*-then")]) == len(pairs)
+
+
+@pytest.mark.parametrize("recover", ["replace", "reroute"])
+def test_a_second_fault_while_calls_are_repeated(
+    recover: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place
+) -> None:
+    """The devices that are left then hold the state of an earlier step."""
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    program = replicas(dp=3)
+    last = len(program.plan_of(0).instructions) - 1  # when the others have changed the state
+    faults = [chosen(0, 3, last, Fault.KILL, first), chosen(1, 1, 4, Fault.KILL, second, first)]
+    monkeypatch.setenv("FAULT_AT", ";".join(faults))
+
+    def run(trainer: piper.Trainer, _: Path) -> Results:
+        return steps(trainer, 5) | trainer.state_dict()
+
+    assert_recovers(program, run, tmp_path, place, recover=recover)
+    assert Path(second).exists()
+
+
+def test_a_replaced_replica_gets_the_state_in_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place
+) -> None:
+    """Also while the weights are their averages."""
+    places = [(1, 2, 4), (0, 4, 4)]
+    texts = [chosen(*at, Fault.KILL, str(tmp_path / f"{i}")) for i, at in enumerate(places)]
+    monkeypatch.setenv("FAULT_AT", ";".join(texts))
+    recoveries = []
+
+    def run(trainer: piper.Trainer, _: Path) -> Results:
+        found = steps(trainer, 4)
+        with trainer.averaged():
+            found["averaged"] = trainer.evaluate(*batches()[0]).loss
+            found |= {f"averaged {k}": x for k, x in trainer.state_dict().items()}
+        recoveries.extend(trainer.recoveries)
+        return found | steps(trainer, 2) | trainer.state_dict()
+
+    assert_recovers(counting(Net, dp=2), run, tmp_path, place, 2)
+    assert [(one.replaced, one.repeated) for one in recoveries] == [((1,), 0), ((0,), 0)]
 
 
 @pytest.mark.thorough

@@ -270,7 +270,9 @@ class Run:
         since = at
         if kind is Fault.PARENT:  # ranks of torchrun live a moment longer than torchrun
             since = next(t for t in self._begun if t > at)
-        after = next(row for row in self._logged(0) if row.at > since)
+        rows = [row for row in self._logged(0) if row.at > since]
+        # a machine of a cluster may be lost so late that the step is done before
+        after = next(row for row in rows if row.recoveries or kind is not Fault.NODE)
         seconds = after.at - at
         known = after.recoveries and kind not in (Fault.PARENT, Fault.DISK)
         found = seconds - after.recovering if known else None

@@ -1,8 +1,9 @@
 """Faults at instructions, in a worker that imports this module (``launch(imports=...)``).
 
-The environment variable ``FAULT_AT`` says which, each as "device step instruction kind file", with
-semicolons between them. A fault happens once, when ``file`` can be made; without a file it happens
-each time. The faults around a worker find what they need beside the file (``campaign.py``).
+The environment variable ``FAULT_AT`` says which, each as "device step instruction kind file after",
+with semicolons between them. A fault happens once, when ``file`` can be made, and not until the
+file ``after`` is there; without ``file`` it happens each time. The faults around a worker find what
+they need beside the file (``campaign.py``).
 
 ``FAULT_IN`` says the same of calls, each as "device method when kind file after": ``when`` is
 "before" or "after" the method, and nothing happens until the file ``after`` is there.
@@ -49,22 +50,24 @@ FILLER = "filler"
 """The file that fills a disk."""
 
 
-def chosen(device: int, step: int, pc: int, kind: Fault, once: str = "") -> str:
+def chosen(device: int, step: int, pc: int, kind: Fault, once: str = "", after: str = "") -> str:
     """The value of ``FAULT_AT``; ``once`` is a file that does not exist yet."""
-    return f"{device} {step} {pc} {kind.name} {once}"
+    return f"{device} {step} {pc} {kind.name} {once} {after}"
 
 
 class _At:
     """A fault before one instruction of one step."""
 
     def __init__(self, text: str) -> None:
-        device, step, pc, kind, *once = text.split()
+        device, step, pc, kind, *files = text.split()
         self.place = int(device), int(pc)
         self.step = int(step)
-        self._kind, self._once = Fault[kind], "".join(once)
+        self._kind, self._once, self._after = Fault[kind], "".join(files[:1]), files[1:]
 
     def happen(self) -> None:
-        """Make the fault, unless it has happened."""
+        """Make the fault, unless it has happened or is not due yet."""
+        if not all(map(os.path.exists, self._after)):
+            return
         try:
             if self._once:
                 os.close(os.open(self._once, os.O_CREAT | os.O_EXCL))

@@ -46,9 +46,10 @@ class CallingGroup(OneTrainer, WorkerGroup):
         """A folder that this process and all workers see, removed at the end."""
         ...
 
+    @abstractmethod
     def rename(self, devices: Mapping[int, int]) -> None:
         """Processes of these devices become those of others, which have none."""
-        raise NotImplementedError
+        ...
 
     @abstractmethod
     def share(self, weights: FirstWeights) -> Callable[[int], FirstWeights]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,11 +82,16 @@ class RayMachine:
         assert self._answers is not None
         return self._answers.within(seconds)
 
-    def keep_idle(self) -> None:
+    def rename(self, devices: Mapping[int, int]) -> None:
+        """Workers of these devices become those of others, which have none."""
+        self._workers.rename(devices)
+
+    def keep_idle(self) -> list[int]:
         """After a failed call, here or on another machine, keep the workers that can take another
-        one."""
+        one. Returns their devices."""
         if self._answers is not None:
             self._workers.keep_idle(self._answers)
+        return self._workers.devices
 
     def close(self) -> None:
         """End all workers."""

@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -75,7 +75,8 @@ class RayWorkerGroup(CallingGroup):
 
     @property
     def devices(self) -> list[int]:
-        return sorted(device for place in self._places for device in place.devices)
+        places = [] if self._lost else self._places  # without a machine all start anew
+        return sorted(device for place in places for device in place.devices)
 
     @property
     def threads(self) -> int:
@@ -100,7 +101,7 @@ class RayWorkerGroup(CallingGroup):
         if self._lost:
             _release(self._ray, self._held)
             self._places, self._lost = [], False
-        if not self._places:
+        if wanted and not self._places:
             self._places = self._placed(len(wanted), kind)
         for place in self._places:
             place.devices = [device for device in place.devices if device in wanted]
@@ -119,6 +120,11 @@ class RayWorkerGroup(CallingGroup):
             for place in self._places
         ]
         self.started = sorted(device for row in self._got(started) for device in row)
+
+    def rename(self, devices: Mapping[int, int]) -> None:
+        for place in self._places:
+            place.devices = sorted(devices.get(device, device) for device in place.devices)
+        self._got([place.actor.rename.remote(devices) for place in self._places])
 
     def _placed(self, devices: int, kind: torch.device) -> list[_Place]:
         """An actor on each machine, in the order of their addresses."""
@@ -241,8 +247,11 @@ class RayWorkerGroup(CallingGroup):
     # the end
 
     def keep_idle(self) -> None:
-        if not self._lost:  # otherwise all start anew
-            self._got([place.actor.keep_idle.remote() for place in self._places])
+        if self._lost:
+            return
+        kept = self._got([place.actor.keep_idle.remote() for place in self._places])
+        for place, devices in zip(self._places, kept, strict=True):
+            place.devices = devices
 
     def end(self) -> None:
         self._finalizer()

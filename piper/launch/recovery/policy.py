@@ -25,8 +25,11 @@ class Answer:
 class Policy(Protocol):
     """An answer to faults of workers."""
 
-    def answer(self, group: CallingGroup, program: Program, running: Program) -> Answer:
+    def answer(
+        self, group: CallingGroup, program: Program, running: Program, *, intact: bool
+    ) -> Answer:
         """After a fault, load ``program``, or another that trains the same, on the devices of
         ``group``. Those whose processes cannot take another call have none. Until then they ran
-        ``running``."""
+        ``running``. ``intact`` says that what they have kept is the state before the failed call:
+        nothing else was loaded since."""
         ...

@@ -59,6 +59,8 @@ class RecoveringGroup(OneTrainer):
         """The calls since the last copy that changed the state."""
         self._is_saving = False
         """Whether a background save is under way, for which a call since the last copy is kept."""
+        self._intact = True
+        """Whether what devices keep of a call that fails now is the state before the lost call."""
         self._restarts = group.options.restarts
         self.recoveries = self._recoveries = list[Recovery]()
 
@@ -117,6 +119,7 @@ class RecoveringGroup(OneTrainer):
         """The result of ``call``, repeated after each fault."""
         last = None
         while True:
+            self._intact = True
             try:
                 return call()
             except WorkerError as error:
@@ -133,8 +136,10 @@ class RecoveringGroup(OneTrainer):
         happened meanwhile."""
         begun, self._restarts = time.monotonic(), self._restarts - 1
         try:
-            answer = self._policy.answer(self._group, self._program, self._running)
-            self._running = answer.program
+            answer = self._policy.answer(
+                self._group, self._program, self._running, intact=self._intact
+            )
+            self._running, self._intact = answer.program, False
             new = tuple(self._group.started)
             repeated = [] if answer.keeps_state and not self._is_saving else self._since
             if repeated is self._since and not self._mirror.is_empty:

@@ -11,7 +11,9 @@ from piper.program.program import Program
 class Restart:
     """Starts all workers again."""
 
-    def answer(self, group: CallingGroup, program: Program, running: Program) -> Answer:
+    def answer(
+        self, group: CallingGroup, program: Program, running: Program, *, intact: bool
+    ) -> Answer:
         group.seat((), program.device)
         start(group, program)
         return Answer(program)

@@ -106,9 +106,7 @@ class CallAnswers:
             quiet = 0.0
             if self._moves is not None:
                 if self._moves.any_stopped():
-                    return FailedCall(
-                        f"a worker does not go on\n{_missing(waiting)}", outside=True
-                    )
+                    return FailedCall(f"a worker does not go on\n{_missing(waiting)}", outside=True)
                 quiet = self._moves.seconds_without()
                 if self._alone and quiet > self._stall:
                     return late(f"no worker has moved for {self._stall:g} s", _missing(waiting))

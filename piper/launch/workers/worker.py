@@ -95,7 +95,7 @@ def _serve(connection: Connection, folder: Path) -> None:
         if isinstance(answer, Failure):
             _answer(connection, answer)
             published.forget()
-            local.drop(keep=True)
+            local.drop(keep=call.method in COMPUTING)
             gc.collect()  # connections end with the last reference, and then the others fail, too
             continue
         published.end(device, links.job)
