@@ -20,6 +20,7 @@ import piper
 from piper.launch.on_ray import ray_group
 from piper.launch.on_ray.placement import Room, equal_share, rooms_of
 from tests.launch.test_processes import compiled, expected
+from tests.launch.test_recovered_state import replicas, steps
 from tests.launch.test_recovery import trained
 from tests.scripts import faulty
 from tests.scripts.cases import ON_TWO, acting, batches, differences, numbers
@@ -178,6 +179,32 @@ def test_what_is_lost_is_replaced(
     (recovery,) = trainer.recoveries
     replaced = {None: (0, 1), Fault.RAISE: ()}
     assert recovery.replaced == replaced.get(lost, (1,))
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::piper.PiperWarning")
+def test_a_lost_replica(nodes: Nodes, tmp_path: Path) -> None:
+    """The others, on several machines, train on its rows; a switch brings its devices back."""
+    program, kills = replicas(dp=3), [(1, 2), (2, 4)]
+    faults = [chosen(d, i, 4, Fault.KILL, str(tmp_path / f"{d}")) for d, i in kills]
+
+    def run(trainer: piper.Trainer) -> dict[str, torch.Tensor]:
+        found = steps(trainer, 4)
+        trainer.switch(program)
+        return found | steps(trainer, 2) | trainer.state_dict()
+
+    with piper.launch(program) as trainer:
+        expected = run(trainer)
+    with piper.launch(
+        program, on="ray", address=nodes.cluster.address, threads=1, machines=3, cpus=2,
+        recover="reroute", restarts=2, shared=str(tmp_path), imports=["tests.scripts.fault_at"],
+        runtime_env={"env_vars": {"FAULT_AT": ";".join(faults)}},
+    ) as trainer:  # fmt: skip
+        found = run(trainer)
+    assert [(one.lost, one.repeated) for one in trainer.recoveries] == [((1,), 0), ((2,), 0)]
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.allclose(found[name], x, rtol=1e-11, atol=1e-13), name
 
 
 @pytest.mark.slow

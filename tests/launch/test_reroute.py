@@ -147,5 +147,3 @@ def test_what_cannot_be_rerouted() -> None:
         piper.launch(one, on="processes", recover="reroute", restarts=1)
     with pytest.raises(piper.PiperError, match="say how often"):
         piper.launch(one, on="processes", recover="reroute")
-    with pytest.raises(piper.PiperError, match="is for on='processes'"):
-        piper.launch(one, on="ray", recover="reroute", restarts=1)
