@@ -74,10 +74,13 @@ class Batch:
             given = ""
             if len(batch) == 1 and isinstance(batch[0], Mapping):
                 given = f"1 mapping of {', '.join(map(str, batch[0]))}"
+            how = f"the inputs, then the targets{', as a tuple' if given and not kwargs else ''}"
+            if kwargs and not targets:
+                how = "the mapping; a collate_fn= of the DataLoader can make it of rows"
             raise PiperError(
                 f"a batch here is {inputs} and {counted(len(targets), 'target')}, as in the "
-                f"example that was captured; {given or counted(len(batch), 'value')} given. Give "
-                f"the inputs, then the targets{', as a tuple' if given and not kwargs else ''}"
+                f"example that was captured; {given or counted(len(batch), 'value')} given. "
+                f"Give {how}"
             )
         if kwargs and not isinstance(batch[0], Mapping):
             raise PiperError(

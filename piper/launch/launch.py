@@ -77,7 +77,20 @@ _TIMES = ("timeout", "start_timeout", "mirror", "stall")
 """Options that are times, such as 30 or "5min"."""
 
 
+_DEVICES = ("cpu", "cuda", "gpu", "mps")
+_MEANT = dict.fromkeys(
+    ("device", "precision", "optimizer", "scheduler", "clip_norm", "strategy"),
+    " It is an argument of piper.compile.",
+)
+"""Arguments that people look for here."""
+
+
 def _worker_group(on: str, options: dict[str, Any]) -> WorkerGroup:
+    if on not in [one.value for one in Where] and str(on).partition(":")[0] in _DEVICES:
+        raise PiperError(
+            f"on={on!r} is a kind of device, and on= says how workers start, such as 'virtual' or "
+            "'processes': the device is that of the program, piper.compile(..., device='cuda')"
+        )
     launcher = LAUNCHERS[choice("on", on, Where)]
     _refuse_unknown(on, options, launcher.options)
     times = {name: seconds_of(name, options[name]) for name in _TIMES if name in options}
@@ -111,7 +124,7 @@ def _refuse_unknown(on: str, options: dict[str, Any], kind: type[Options]) -> No
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            meant = f" Did you mean {near[0]}=?" if near else ""
+            meant = f" Did you mean {near[0]}=?" if near else _MEANT.get(name, "")
             raise PiperError(
                 f"launch(on={on!r}) has no option {name}=.{meant} "
                 f"It has: {', '.join(f'{one}=' for one in known)}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from piper.base.modes import without_modes
 from piper.base.paths import path_of, write_file
@@ -34,6 +35,9 @@ from piper.state.weights.source import Source
 from piper.view.pages.dag_page import dag_page
 from piper.view.timetable import Timetable
 
+_TRAINERS = ("fit", "step", "iterate", "evaluate", "export", "state_dict", "load_state_dict")
+"""Methods of a trainer that people look for here."""
+
 
 @dataclass(frozen=True)
 class Program(Compiled):
@@ -44,6 +48,12 @@ class Program(Compiled):
     again: Callable[..., Program] | None = field(default=None, repr=False, compare=False)
     timings: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
     """The seconds of each stage of the compilation; empty for a loaded program."""
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> object:
+            hint = f": piper.launch(program) returns a trainer, with {name}" * (name in _TRAINERS)
+            raise AttributeError(f"Program has no {name!r}{hint}", name=name, obj=self)
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:

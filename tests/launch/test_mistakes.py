@@ -3,6 +3,7 @@ does what was meant."""
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -202,6 +203,14 @@ COMPILING: dict[str, tuple[Callable[[], object], str]] = {
         lambda: compiled(model=net().requires_grad_(False)),
         r"depends on no trainable parameter: check requires_grad",
     ),
+    "a number for a loss": (
+        lambda: compiled(loss=lambda output, y: mse_loss(output, y).item()),
+        r"it returned a number: return the tensor, without .item\(\)",
+    ),
+    "a scheduler of another optimizer": (
+        lambda: compiled(scheduler=lambda _: StepLR(adamw(net().parameters()), 1)),
+        r"the StepLR .* is of another optimizer, .*: make it from the optimizer that the function",
+    ),
     "a model for a program": (
         lambda: piper.launch(net()),  # type: ignore[arg-type]
         r"not a Net: piper.launch\(piper.compile\(model, strategy, ...\)\)",
@@ -251,6 +260,10 @@ TRAINING: dict[str, tuple[Callable[[Any, Path], object], str]] = {
     "a batch with a gradient": (
         lambda t, _: t.step(X.clone().requires_grad_(), X),
         r"inputs\[0\] requires grad, .*: give inputs\[0\].detach\(\)",
+    ),
+    "a copy of a trainer": (
+        lambda t, _: copy.deepcopy(t),
+        r"a trainer cannot be copied or pickled, since its devices run: save its state",
     ),
     "no epochs": (lambda t, _: t.fit([(X, X)], epochs=0), r"epochs=0 must be a .* at least 1"),
     "a misspelt option": (
@@ -315,6 +328,72 @@ def test_while_training(mistake: str, program: piper.Program, tmp_path: Path) ->
     run, says = TRAINING[mistake]
     with piper.launch(program) as trainer, pytest.raises(piper.PiperError, match=says):
         run(trainer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"on": "cuda"}, r"'cuda' is a kind of device, .* piper.compile\(..., device='cuda'\)"),
+        ({"device": "cuda"}, r"no option device=. It is an argument of piper.compile"),
+    ],
+)
+def test_a_device_for_a_launcher(
+    options: dict[str, Any], says: str, program: piper.Program
+) -> None:
+    with pytest.raises(piper.PiperError, match=says):
+        piper.launch(program, **options)
+
+
+def test_names_of_other_libraries(program: piper.Program) -> None:
+    with (
+        piper.launch(program) as trainer,
+        pytest.raises(AttributeError, match="in evaluation mode"),
+    ):
+        trainer.eval()  # type: ignore[attr-defined]
+    with pytest.raises(
+        AttributeError, match=r"piper.launch\(program\) returns a trainer, with fit"
+    ):
+        program.fit([(X, X)])  # type: ignore[attr-defined]
+
+
+def test_a_loss_is_not_trained_a_second_time(program: piper.Program) -> None:
+    with pytest.raises(RuntimeError) as caught, piper.launch(program) as trainer:
+        trainer.step(X, X).loss.backward()
+    assert "leave out loss.backward(), optimizer.step()" in caught.value.__notes__[0]
+
+
+def test_a_model_that_is_trained_beside_the_trainer_is_warned_of(program: piper.Program) -> None:
+    assert program.source is not None
+    model, says = program.source.model, r"was changed after the launch, .* does not see that: train"
+    optimizer = adamw(model.parameters())
+    trainer = piper.launch(program)
+    mse_loss(model(X), X).backward()
+    optimizer.step()
+    with pytest.warns(piper.PiperWarning, match=says):
+        trainer.close()
+    with piper.launch(program) as trainer:
+        model.load_state_dict({name: x + 1 for name, x in model.state_dict().items()})
+        with pytest.warns(piper.PiperWarning, match=r"trainer.load_state_dict\(model.state_dict"):
+            trainer.fit([(X, X)], progress=False)
+    with warnings.catch_warnings(), piper.launch(program) as trainer:
+        warnings.simplefilter("error")
+        trainer.step(X, X)
+        model.load_state_dict(trainer.state_dict())
+
+
+def test_weights_that_end_without_a_with_block_are_warned_of(program: piper.Program) -> None:
+    trainer = piper.launch(program)
+    trainer.step(X, X)
+    with pytest.warns(piper.PiperWarning, match="nothing is saved: the trained weights end"):
+        del trainer
+
+
+def test_an_evaluation_without_a_target_is_warned_of() -> None:
+    with (
+        piper.launch(tagger(-100)) as trainer,
+        pytest.warns(piper.PiperWarning, match="is nan: no target counts; are all labels -100?"),
+    ):
+        assert trainer.evaluate(IDS, IDS * 0 - 100).loss.isnan()
 
 
 def pairs() -> Iterator[tuple[Tensor, Tensor]]:

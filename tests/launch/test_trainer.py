@@ -758,7 +758,7 @@ def test_keywords_that_are_refused(inputs: dict[str, Any] | None, words: str) ->
         (lambda: model(), {}, "launch takes what piper.compile returns, not a Small"),
         (lambda: piper.Strategy(STAGES), {}, "not a Strategy"),
         (lambda: None, {}, "not a NoneType"),
-        (program, {"on": "gpu"}, "on='gpu' is unknown: one of virtual"),
+        (program, {"on": "gpu"}, "on='gpu' is a kind of device"),
         (program, {"on": None}, "on=None is unknown"),
         (program, {"cuda_graphs": True}, "compiled with device='cuda', not cpu"),
         (program, {"nonsense": 3}, "nonsense"),

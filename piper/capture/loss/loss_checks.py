@@ -48,11 +48,19 @@ def check_loss(loss: Any) -> tuple[Tensor, ...]:
             "the loss must return one real scalar (a mean over the microbatch) or a pair of "
             f"scalars (sum, count); it returned {given[0] if len(given) == 1 else given}"
             f"{': return its mean, loss.mean()' if many else ''}"
+            f"{': return the tensor, without .item()' if _is_number(loss) else ''}"
         )
     return parts
 
 
+def _is_number(x: Any) -> bool:
+    """Whether ``x`` is a Python number, or the symbol that stands for one in a trace."""
+    return isinstance(x, int | float | torch.SymInt | torch.SymFloat)
+
+
 def _described(x: Any) -> str:
+    if _is_number(x):
+        return "a number"
     if not isinstance(x, Tensor):
         return type(x).__name__
     return f"{str(x.dtype).removeprefix('torch.')}{tuple(x.shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from piper.capture.code.totals import Totals, summed
 from piper.launch import running
 from piper.launch.evaluation.pieces import EvaluationSums, RowPiece, RowPieces
 from piper.launch.trainer.batch_tensors import batches_in
+from piper.launch.trainer.notices import Notice
 from piper.launch.trainer.padding import other_filling, padded
 from piper.launch.trainer.session import Session
 from piper.launch.trainer.step_result import StepResult
@@ -50,7 +52,20 @@ def evaluate(
         report = sums.report(session.program)
         session.failed = False
         seconds = time.perf_counter() - start
-        return StepResult(report, session.program, seconds, sums.tokens, evaluated=True)
+        result = StepResult(report, session.program, seconds, sums.tokens, evaluated=True)
+    if math.isnan(float(result)):
+        count = () if report.total is None else report.total[1:]
+        empty = any(not bool(x.any()) for x in (*totals, *count))
+        session.notices.give(
+            Notice.EVALUATION,
+            "the loss of this evaluation is nan: "
+            + (
+                "no target counts; are all labels -100?"
+                if empty
+                else "look at the batches and, after training, at the loss of its last steps"
+            ),
+        )
+    return result
 
 
 def refuse_read_padding(session: Session, batch: Sequence[Any], pad: Pad | None) -> None:

@@ -38,7 +38,7 @@ def export(
 ) -> None:
     """``Trainer.export``."""
     with session.undisturbed():
-        session.unread = False
+        session.unread.read()
         group, program = session.whole, session.program
         target = Path(os.path.abspath(path_of(path)))
         one = _Export(group, program, session.rest, target, dtype)

@@ -36,7 +36,7 @@ def save_state(
     session.refuse_averaged()
     with session.undisturbed():
         session.saving.settle()
-        session.unread = False
+        session.unread.read()
         group = session.whole
         one = Save(session.program, prepare(group, path, keep), session.rest, data, keep)
         if background:
@@ -82,7 +82,7 @@ def stream_state(session: Session) -> Iterator[tuple[str, Tensor]]:
 
 def _tensor_of(session: Session, only: frozenset[str] | None = None) -> Callable[[str], Tensor]:
     """``saving.tensor_of``, for the caller to read."""
-    session.unread = False
+    session.unread.read()
     return tensor_of(session.whole, session.program, session.rest, only)
 
 

@@ -14,6 +14,10 @@ class Notice(Enum):
     """Learning rates of zero."""
     LOSS = auto()
     """A loss that is not finite."""
+    EVALUATION = auto()
+    """An evaluation whose loss is not a number."""
+    MODEL = auto()
+    """A model that changed, but not in the trainer."""
     OPTIMIZER = auto()
     """Steps that update nothing."""
     PADDING = auto()

@@ -28,6 +28,7 @@ from piper.launch.trainer.batch_shapes import BatchShapes
 from piper.launch.trainer.batch_tensors import tensors_of
 from piper.launch.trainer.notices import Notice, Notices
 from piper.launch.trainer.padding import counted_padding
+from piper.launch.trainer.unread_weights import UnreadWeights
 from piper.launch.watch.interrupts import held_back
 from piper.program.program import Program
 
@@ -49,14 +50,14 @@ class Session:
         """Whether the weights are their averages, for ``averaged``."""
         self.failed = False
         """Whether the last step or evaluation ended with an error."""
-        self.unread = False
-        """Whether steps have changed the weights since they were last saved or read."""
+        self.unread = UnreadWeights(self.notices, shapes.first.source)
         self.ignores_padding = False
         """Whether an evaluation has shown that the loss ignores padded positions."""
         self.saving = BackgroundSave()
         self._group: WorkerGroup | None = group
         # runs even without close(); registered after the group's finalizer, so called before it
         weakref.finalize(self, self.saving.settle_late)
+        weakref.finalize(self, self.unread.end)
 
     # the devices
 
@@ -95,22 +96,13 @@ class Session:
         try:
             if error is None:
                 self.saving.settle()
-                self._warn_of_unread()
+                self.unread.end()
             else:
+                self.unread.forget()
                 self.saving.settle_late(error)
         finally:
             self._group.close(error)
             self._group = None
-
-    def _warn_of_unread(self) -> None:
-        if self.unread:
-            self.notices.give(
-                Notice.WEIGHTS,
-                "nothing is saved: the trained weights end with the trainer, and the model given "
-                "to compile has those from before. Inside the with block, call "
-                "trainer.export(folder), .state_dict(), .model() or .save(folder), or give fit "
-                "checkpoint=",
-            )
 
     # batches
 

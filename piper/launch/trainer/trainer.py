@@ -52,6 +52,8 @@ _ELSEWHERE = {
     "save_checkpoint": "save(folder)",
     "load_checkpoint": "load(folder)",
     **dict.fromkeys(("parameters", "named_parameters"), "state_dict(), or model().parameters()"),
+    "eval": "evaluate(batches), which is in evaluation mode",
+    "backward": "a step computes the gradients and updates the parameters itself",
     "optimizer": "optimizer= of compile makes it, on each device for its own parameters",
     **dict.fromkeys(("scheduler", "lr_scheduler"), "scheduler= of compile; every step advances it"),
 }
@@ -85,12 +87,23 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
+    def __reduce__(self) -> str:
+        raise PiperError(
+            "a trainer cannot be copied or pickled, since its devices run: save its state with "
+            "trainer.save(folder), or its weights with trainer.export(folder)"
+        )
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, RuntimeError) and "does not have a grad_fn" in str(error):
+            error.add_note(
+                "trainer.step(batch) has computed the gradients and updated the parameters "
+                "already: leave out loss.backward(), optimizer.step() and zero_grad()"
+            )
         self._close(error)
 
     def close(self) -> None:
@@ -228,6 +241,7 @@ class Trainer:
         error."""
         chosen = FitOptions(**options)
         refuse_one_batch(self.program, batches)
+        self._session.unread.look_at_model()
         listeners = checked_callbacks(chosen.callbacks)
         everywhere: list[Callback] = [x for x in listeners if isinstance(x, TrainerCallback)]
         session = self._session

@@ -49,7 +49,8 @@ def step(
         session.saving.settle(wait=False)
         result = _trained(session, batch, pad, report=report, rows=rows, observe=observe)
         session.steps += 1
-        session.unread = program.training.optimizer is not None
+        if program.training.optimizer is not None:
+            session.unread.train()
     session.notices.look_at_rates(session.steps, result.learning_rates)
     if (loss := result.loss_on_host) is not None:
         session.notices.look_at(session.steps, loss)

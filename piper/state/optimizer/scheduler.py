@@ -26,6 +26,13 @@ def make_scheduler(
             "scheduler= must be a function from an optimizer to a learning-rate scheduler; it "
             f"returned {class_text(scheduler)}"
         )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise PiperError(
+            f"the {type(scheduler).__name__} that scheduler= returned is of another optimizer, "
+            "whose learning rates no device trains with: make it from the optimizer that the "
+            "function is given, as in lambda optimizer: "
+            "torch.optim.lr_scheduler.StepLR(optimizer, 100)"
+        )
     needed = [
         name
         for name, p in inspect.signature(step).parameters.items()
