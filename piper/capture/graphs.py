@@ -1,10 +1,9 @@
-"""Queries on FX graphs (views, ancestors, workspace, FLOPs), ``extract``, which takes a part of a
+"""Queries on FX graphs (views, ancestors, workspace), ``extract``, which takes a part of a
 graph out as a function, ``module_of``, and ``called``, which adds an operation."""
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -16,10 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils import flop_counter
 
 from piper.capture.operators.grouped_mm import working_memory
-from piper.ir.dag.facts import OpCost, PassCost
 from piper.ir.grouped import grouped
 from piper.ir.tensors import TensorSpec
 
@@ -229,7 +226,7 @@ def workspace(
     size = {node: TensorSpec.of(node.meta["val"]).nbytes for node in given}
     held = peak = kept = 0
     for node in graph.nodes:
-        made, unused = _made(node) if node not in into else ({}, 0)
+        made, unused = made_by(node) if node not in into else ({}, 0)
         size.update(made)
         held += sum(made.values())
         kept += sum(n for result, n in made.items() if result in results)
@@ -240,7 +237,7 @@ def workspace(
     return peak - kept
 
 
-def _made(node: fx.Node) -> tuple[dict[fx.Node, int], int]:
+def made_by(node: fx.Node) -> tuple[dict[fx.Node, int], int]:
     """Bytes of new memory that an op allocates, by the node of each tensor, and the bytes of its
     results without a reader."""
     value = node.meta.get("val")
@@ -256,66 +253,7 @@ def _made(node: fx.Node) -> tuple[dict[fx.Node, int], int]:
     return {takers[i]: n for i, n in sizes.items() if i in takers}, unused
 
 
-def pass_cost(graph: fx.Graph) -> PassCost:
-    """The operations of a graph but views, each a kernel of its own."""
-    counts: Counter[tuple[int, int]] = Counter()
-    for node in operations(graph):
-        if base_of(node) is not node:
-            continue
-        made, unused = _made(node)
-        read = sum(map(nbytes_of, set(node.all_input_nodes)))
-        counts[node_flops(node), sum(made.values()) + unused + read] += 1
-    ends = {*returned(graph), *graph.find_nodes(op="placeholder")}
-    return PassCost(
-        tuple(OpCost(count, *of) for of, count in counts.items() if any(of)),
-        sum(map(nbytes_of, ends)),
-    )
-
-
 def nbytes_of(node: fx.Node) -> int:
     """Bytes of the storage of a node's tensor; 0 for another value."""
     value = node.meta.get("val")
     return TensorSpec.of(value).nbytes if isinstance(value, Tensor) else 0
-
-
-_ATEN = torch.ops.aten
-_FORWARD = _ATEN._scaled_dot_product_flash_attention
-_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward
-_ATTENTION = {
-    _ATEN._scaled_dot_product_efficient_attention: _FORWARD,
-    _ATEN._scaled_dot_product_flash_attention: _FORWARD,
-    _ATEN._scaled_dot_product_cudnn_attention: _FORWARD,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _FORWARD,
-    _ATEN._scaled_dot_product_efficient_attention_backward: _BACKWARD,
-    _ATEN._scaled_dot_product_flash_attention_backward: _BACKWARD,
-    _ATEN._scaled_dot_product_cudnn_attention_backward: _BACKWARD,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _BACKWARD,
-}
-"""The attention op whose FLOP formula counts each one: torch has no formula for CPU attention."""
-
-
-def _heads_of_queries(node: fx.Node, args: Sequence[Any]) -> list[Any]:
-    """Attention's arguments, with keys and values repeated to the query heads: not all versions of
-    torch count grouped heads."""
-    assert isinstance(node.target, OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    heads = args[names.index("query")].shape[1]
-    return [
-        torch.empty(x.shape[0], heads, *x.shape[2:], device="meta")
-        if name in ("key", "value")
-        else x
-        for name, x in zip(names, args, strict=False)
-    ]
-
-
-def node_flops(node: fx.Node) -> int:
-    """FLOPs of one op; 0 if torch has no formula."""
-    packet: Any = getattr(node.target, "overloadpacket", None)
-    formula = flop_counter.flop_registry.get(_ATTENTION.get(packet, packet))
-    if formula is None:
-        return 0
-    values: Any = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-    args, kwargs = values
-    if packet in _ATTENTION:
-        args = _heads_of_queries(node, args)
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))

@@ -11,7 +11,7 @@ from piper.cli.check import check, verify
 from piper.cli.compare import compare
 from piper.cli.demo.command import demo
 from piper.cli.live.status import status
-from piper.cli.profile import profile
+from piper.cli.profile import measure, profile
 from piper.cli.show import cache, show
 from piper.cli.simulate import simulate
 from piper.cli.train import TrainCommand, train
@@ -50,6 +50,7 @@ for command in (check, verify, show, simulate, profile, compare):
     app.command(no_args_is_help=True)(command)
 app.command()(demo)
 app.command()(cache)
+app.command()(measure)
 app.command()(status)
 
 

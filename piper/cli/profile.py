@@ -1,4 +1,5 @@
-"""``piper profile``: runs a few steps and measures every instruction."""
+"""``piper profile``: runs a few steps and measures every instruction. ``piper measure``: measures
+this machine as a cluster."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import track
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 from piper.cli.options import (
     AsJson,
     ClusterOption,
+    DeviceName,
     JobSettings,
     LaunchOptions,
     MeshSpec,
@@ -82,3 +84,45 @@ def profile(
         if costs is not None:
             measured.recorded.save(costs)
             output.wrote("costs", costs)
+
+
+def measure(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The TOML file to write.")] = Path(
+        "cluster.toml"
+    ),
+    device: DeviceName = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices of the machine; by default its GPUs, or 2 on a CPU."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine: products by shape and dtype, memory, launches, links.
+
+    Example: piper measure -o mine.toml; piper simulate train.py --cluster mine.toml
+    """
+    from piper.base.reading import torch_name
+    from piper.cost.measure.this_machine import measure_machine
+
+    output = Output(as_json)
+    shown = output.err.is_terminal and not as_json
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with (
+        output.guarded(),
+        Progress(*columns, console=output.err, disable=not shown, transient=True) as bar,
+    ):
+        task = bar.add_task("starting", total=1.0)
+        cluster = measure_machine(
+            device, devices, lambda what, done: bar.update(task, description=what, completed=done)
+        )
+        out.write_text(cluster.to_toml())
+        one, link = cluster.device(0), cluster.machines[0].inside
+        best = {torch_name(dtype): one.fastest(dtype) for dtype in one.efficiency}
+        output.say(
+            str(cluster),
+            *(f"  {name}: up to {rate / 1e12:,.2f} TFLOPS" for name, rate in best.items()),
+            f"  memory {one.bandwidth / 1e9:,.0f} GB/s, kernels {one.overhead * 1e6:.1f} us",
+            f"  link {link.bandwidth / 1e9:,.2f} GB/s, {link.latency * 1e6:.0f} us",
+        )
+        output.give({"kind": "cluster", "path": str(out), "flops": best})
+        output.wrote("cluster", out)

@@ -197,7 +197,7 @@ class Cluster:
 
     def speeds(self, dtype: torch.dtype = torch.float32) -> dict[int, float]:
         """How fast each device computes large products of ``dtype``; the fastest has 1."""
-        peaks = [(d := self.device(n)).peak(dtype) * d.efficiency[-1][1] for n in range(len(self))]
+        peaks = [self.device(number).fastest(dtype) for number in range(len(self))]
         return {number: peak / max(peaks) for number, peak in enumerate(peaks)}
 
     def costs(self, dtype: torch.dtype = torch.float32) -> Costs:
@@ -208,7 +208,7 @@ class Cluster:
         links += [m.outside for m in self.machines if len(self.machines) > 1]
         links += self.between.values()
         return Costs(
-            flops_per_second=slowest.peak(dtype) * slowest.efficiency[-1][1],
+            flops_per_second=slowest.fastest(dtype),
             bytes_per_second=min((x.bandwidth for x in links), default=slowest.bandwidth),
             overhead=max(slowest.overhead, max((x.latency for x in links), default=0.0)),
         )

@@ -19,6 +19,10 @@ like = "H100"               # the defaults of all fields that are not set here
 flops = { bfloat16 = 700e12 }
 memory = 80e9
 
+[devices.tired.efficiency.bfloat16]    # of products [m, k] x [k, n], by m, n and k
+sizes = [256, 4096]
+shares = [[[0.1, 0.2], [0.3, 0.5]], [[0.3, 0.5], [0.5, 0.6]]]
+
 [links.slow]
 bandwidth = 1.25e9
 latency = 3e-5
@@ -38,7 +42,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import tomli_w
@@ -49,8 +53,10 @@ from piper.base.errors import PiperError
 from piper.base.reading import DTYPES, MalformedError, file_bytes, parsed_toml, shown, torch_name
 from piper.cost import presets
 from piper.cost.hardware import Device, Link, Machine, Sharing
+from piper.cost.measure.efficiency import Efficiency
 
 _MOST = 10**6
+_Item = TypeVar("_Item")
 _Number = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 
@@ -76,7 +82,8 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
     flops: dict[str, _Number] = {}
     memory: _Number | None = None
     bandwidth: _Number | None = None
-    efficiency: tuple[tuple[_Number, _Number], ...] | None = None
+    efficiency: dict[str, Efficiency] | None = None
+    attention: _Number | None = None
     overhead: _Number | None = None
     issue: _Number | None = None
     synchronous: bool | None = None
@@ -181,8 +188,9 @@ def _kinds(names: list[str]) -> dict[str, object]:
 
 
 def _written(device: Device) -> dict[str, object]:
-    flops = {torch_name(dtype): n for dtype, n in device.flops.items()}
-    data = asdict(device) | {"flops": flops}
+    data = asdict(device)
+    for by_dtype in ("flops", "efficiency"):
+        data[by_dtype] = {torch_name(dtype): item for dtype, item in data[by_dtype].items()}
     return {key: item for key, item in data.items() if key != "name" and item is not None}
 
 
@@ -212,16 +220,21 @@ def _device(name: str, file: _Device, devices: Mapping[str, Device]) -> Device:
     missing = [key for key in ("flops", "memory", "bandwidth") if not given.get(key)]
     if like is None and missing:
         raise PiperError(f'it lacks {", ".join(missing)}; give them, or like = "H100"')
-    flops: dict[torch.dtype, float] = {}
+    own: dict[str, Any] = {
+        "flops": _by_dtype(file.flops), "efficiency": _by_dtype(file.efficiency or {})
+    }  # fmt: skip
     if like is not None:
         base = presets.named(devices, like, "device")
         given = {field: getattr(base, field) for field in Device.__slots__} | given
-        flops |= base.flops
-    for key, value in file.flops.items():
-        if key not in DTYPES:
-            raise PiperError(f"{shown(key)} is no dtype; write float32, bfloat16, ...")
-        flops[DTYPES[key]] = value
-    return Device(**{**given, "name": name, "flops": flops, "memory": int(given["memory"])})
+        own = {field: {**getattr(base, field), **items} for field, items in own.items()}
+    return Device(**{**given, **own, "name": name, "memory": int(given["memory"])})
+
+
+def _by_dtype(items: Mapping[str, _Item]) -> dict[torch.dtype, _Item]:
+    for name in items:
+        if name not in DTYPES:
+            raise PiperError(f"{shown(name)} is no dtype; write float32, bfloat16, ...")
+    return {DTYPES[name]: item for name, item in items.items()}
 
 
 def _given(file: _Device | _Sharing) -> dict[str, Any]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 from piper.base.errors import PiperError
+from piper.cost.measure.efficiency import Efficiency
 from piper.ir.dag.facts import OpCost
+
+_Given = TypeVar("_Given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,12 @@ class Device:
     """Bytes."""
     bandwidth: float
     """Memory bandwidth: bytes read or written per second."""
-    efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    """Pairs of a kernel's FLOPs and the share of ``flops`` that it reaches; interpolated on the
-    logarithm of the FLOPs."""
+    efficiency: Mapping[torch.dtype, Efficiency] = field(default_factory=dict)
+    """The share of ``flops`` that matrix products reach, by dtype. A dtype that is not listed has
+    that of fp32, or, if that is not listed either, of the first one."""
+    attention: float = 1.0
+    """The share of ``flops`` that attention, and every other operation with FLOPs that is no matrix
+    product, reaches."""
     overhead: float = 0.0
     """Fixed seconds of every kernel."""
     issue: float = 0.0
@@ -67,31 +73,25 @@ class Device:
         rates = [*self.flops.values(), self.bandwidth, self.host_bandwidth, self.memory]
         if not rates or not all(rate > 0 for rate in rates) or not self.flops:
             raise PiperError(f"device {self.name!r}: flops, memory and bandwidth must be positive")
-        points = self.efficiency
-        good = points and all(n > 0 and 0 < share <= 1 for n, share in points)
-        if not good or list(points) != sorted(points):
-            raise PiperError(
-                f"device {self.name!r}: efficiency must be pairs of operations and a share of at "
-                f"most 1, in growing order, not {points}"
-            )
+        if not 0 < self.attention <= 1:
+            raise PiperError(f"device {self.name!r}: attention must be above 0 and at most 1")
         if min(self.overhead, self.issue) < 0:
             raise PiperError(f"device {self.name!r}: overhead and issue must not be negative")
 
     def peak(self, dtype: torch.dtype) -> float:
         """Peak operations per second."""
-        listed = self.flops.get(dtype) or self.flops.get(torch.float32)
-        return listed or next(iter(self.flops.values()))
+        return _listed(self.flops, dtype)
 
-    def reached(self, flops: float) -> float:
-        """The share of the peak that a kernel of ``flops`` operations reaches."""
-        points = self.efficiency
-        if flops <= points[0][0]:
-            return points[0][1]
-        for (low, start), (high, end) in pairwise(points):
-            if flops < high:
-                place = math.log(flops / low) / math.log(high / low)
-                return start + place * (end - start)
-        return points[-1][1]
+    def fastest(self, dtype: torch.dtype) -> float:
+        """Operations per second of the largest matrix products."""
+        return self.peak(dtype) * (_listed(self.efficiency, dtype).best if self.efficiency else 1.0)
+
+    def reached(self, kernel: OpCost, dtype: torch.dtype) -> float:
+        """The share of the peak that a kernel with FLOPs reaches."""
+        if not kernel.product:
+            return self.attention
+        m, n, k = kernel.product
+        return _listed(self.efficiency, dtype).of((m, n, k)) if self.efficiency else 1.0
 
     def seconds(self, kernels: Iterable[OpCost], dtype: torch.dtype) -> float:
         """Seconds of ``kernels``, one after another: each takes its overhead, and the longer of its
@@ -99,14 +99,20 @@ class Device:
         return sum(kernel.count * self._kernel_seconds(kernel, dtype) for kernel in kernels)
 
     def _kernel_seconds(self, kernel: OpCost, dtype: torch.dtype) -> float:
-        flops = kernel.flops
-        computing = flops / (self.peak(dtype) * self.reached(flops)) if flops else 0.0
+        flops = kernel.flops - kernel.skipped
+        computing = flops / (self.peak(dtype) * self.reached(kernel, dtype)) if flops else 0.0
         return self.overhead + max(computing, kernel.nbytes / self.bandwidth)
 
     def copy_seconds(self, nbytes: int) -> float:
         """Seconds of a copy of ``nbytes`` to the host."""
         memory = nbytes * 2 / self.bandwidth if self.synchronous else nbytes / self.host_bandwidth
         return self.overhead + memory
+
+
+def _listed(by_dtype: Mapping[torch.dtype, _Given], dtype: torch.dtype) -> _Given:
+    """The entry of ``dtype``, or of fp32, or the first one."""
+    found = by_dtype.get(dtype) or by_dtype.get(torch.float32)
+    return found or next(iter(by_dtype.values()))
 
 
 @dataclass(frozen=True, slots=True)

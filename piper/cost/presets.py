@@ -1,5 +1,10 @@
-"""Common devices and networks, by name. Peak figures are the vendors' for dense arithmetic. The
-efficiencies are rules of thumb: a recorded profile is more accurate."""
+"""Common devices and networks, by name. Peak figures are the vendors' for dense arithmetic.
+
+``best`` is the share of its peak that the largest products of a GPU reach for a short time, as
+measured by others (the table "Maximum Achievable Matmul FLOPS" of stas00/ml-engineering; 0.8 where
+it has no figure). ``attention`` is the share that FlashAttention-2 reaches without the masked part.
+``piper measure`` makes such figures for your own devices.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +16,28 @@ import torch
 
 from piper.base.errors import PiperError
 from piper.cost.hardware import Device, Link, Sharing
+from piper.cost.measure.efficiency import Efficiency, gpu_rule
 
-_GPU = ((1e7, 0.02), (1e9, 0.2), (1e10, 0.45), (1e11, 0.65), (1e12, 0.72))
-"""Small kernels leave a GPU idle."""
+_SUSTAINED = 0.9
+"""Hot GPUs at their power limit are that much slower than in a short measurement."""
+_ONE_CORE = {torch.float32: Efficiency((1,), (((0.5,),),))}
 _GIB = 2**30
 
 
 def _gpu(
-    name: str, half: float, single: float, memory: int, bandwidth: float, sms: int | None = None
+    name: str,
+    half: float,
+    single: float,
+    memory: int,
+    bandwidth: float,
+    sms: int,
+    *,
+    best: float = 0.8,
+    attention: float = 0.5,
 ) -> Device:
     flops = {torch.bfloat16: half, torch.float16: half, torch.float32: single}
-    return Device(name, flops, memory * _GIB, bandwidth, _GPU, 2e-6, 5e-6, sms=sms)
+    reached = {torch.float32: gpu_rule(best * _SUSTAINED, sms)}
+    return Device(name, flops, memory * _GIB, bandwidth, reached, attention, 2e-6, 5e-6, sms=sms)
 
 
 def _named(*devices: Device) -> Mapping[str, Device]:
@@ -34,15 +50,15 @@ DEVICES = _named(
     _gpu("L4", 121e12, 30e12, 24, 0.3e12, 58),
     _gpu("A10", 125e12, 31e12, 24, 0.6e12, 72),
     _gpu("RTX4090", 165e12, 82e12, 24, 1.0e12, 128),
-    _gpu("A100-40", 312e12, 19.5e12, 40, 1.55e12, 108),
-    _gpu("A100-80", 312e12, 19.5e12, 80, 2.0e12, 108),
-    _gpu("H100", 989e12, 67e12, 80, 3.35e12, 132),
-    _gpu("H200", 989e12, 67e12, 141, 4.8e12, 132),
-    _gpu("B200", 2250e12, 80e12, 180, 8.0e12, 148),
-    _gpu("MI250X", 383e12, 47.9e12, 128, 3.2e12),
-    _gpu("MI300X", 1307e12, 163e12, 192, 5.3e12),
+    _gpu("A100-40", 312e12, 19.5e12, 40, 1.55e12, 108, best=0.86, attention=0.6),
+    _gpu("A100-80", 312e12, 19.5e12, 80, 2.0e12, 108, best=0.86, attention=0.6),
+    _gpu("H100", 989e12, 67e12, 80, 3.35e12, 132, best=0.8, attention=0.4),
+    _gpu("H200", 989e12, 67e12, 141, 4.8e12, 132, best=0.8, attention=0.4),
+    _gpu("B200", 2250e12, 80e12, 180, 8.0e12, 148, best=0.78, attention=0.4),
+    _gpu("MI250X", 383e12, 47.9e12, 128, 3.2e12, 220, best=0.77, attention=0.4),
+    _gpu("MI300X", 1307e12, 163e12, 192, 5.3e12, 304, best=0.6, attention=0.3),
     # One core.
-    Device("CPU", {torch.float32: 6e10}, 8 * _GIB, 1e10, ((1.0, 0.5),), 5e-6, 2e-5, True),
+    Device("CPU", {torch.float32: 6e10}, 8 * _GIB, 1e10, _ONE_CORE, 0.5, 5e-6, 2e-5, True),
 )
 
 LINKS: Mapping[str, Link] = {

@@ -56,7 +56,7 @@ from piper.state.weights.source import Source, StateNames
 from piper.strategies.strategy import Strategy
 
 C = TypeVar("C", bound=Compiled)
-_FORMAT = Format("program", 14)
+_FORMAT = Format("program", 15)
 NAMES = ("program.json", "graphs.json", "constants.pt")
 
 

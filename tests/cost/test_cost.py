@@ -19,6 +19,7 @@ from bench.emulated import FLOPS, Sleepers, loss
 from piper.cost import cluster_toml as toml
 from piper.cost.fallback import Fallback
 from piper.cost.link_time import Way, communication_seconds
+from piper.cost.measure.efficiency import Efficiency
 from piper.cost.presets import DEVICES, LINKS
 from piper.cost.simulate.replay import Communication, Track, replay
 from piper.cost.tasks import Task, TaskKind, Tasks
@@ -363,11 +364,60 @@ def test_an_exchange_between_machines_is_held_up_by_the_way_out() -> None:
 # --- devices -------------------------------------------------------------------------------------
 
 
-def test_efficiency_lies_between_its_points() -> None:
-    device = sleeper(efficiency=((1e6, 0.1), (1e8, 0.5)))
-    assert [device.reached(n) for n in (1, 1e6, 1e7, 1e8, 1e12)] == pytest.approx(
-        [0.1, 0.1, 0.3, 0.5, 0.5]
+def by_rows(*shares: float, **other: Any) -> Efficiency:
+    """Shares of products of 16, 256, 4096... rows, whatever their other sizes."""
+    sizes = tuple(16 ** (1 + i) for i in range(len(shares)))
+    return Efficiency(sizes, tuple(((x,) * len(sizes),) * len(sizes) for x in shares), **other)
+
+
+def test_efficiency_lies_between_measured_shapes() -> None:
+    each = by_rows(0.1, 0.4)
+    assert [each.of((m, 256, 256)) for m in (16, 64, 256, 4096)] == pytest.approx(
+        [0.1, 0.2, 0.4, 0.4]
     )
+    corner = Efficiency((16, 256), (((0.1, 0.1), (0.1, 0.1)), ((0.1, 0.1), (0.1, 0.8))))
+    assert corner.of((64, 64, 64)) == pytest.approx(0.1 * 8 ** (1 / 8))
+
+
+def test_a_part_of_a_tile_takes_as_long_as_all_of_it() -> None:
+    each = by_rows(0.5, tile=16)
+    assert each.of((16, 16, 16)) == 0.5
+    assert each.of((4, 16, 16)) == pytest.approx(0.5 / 4)
+    assert each.of((40, 16, 16)) == pytest.approx(0.5 * 40 / 48)
+
+
+def test_efficiency_depends_on_shapes_and_dtypes() -> None:
+    """Tensor parallelism makes more and smaller products of the same FLOPs."""
+    device = sleeper(efficiency={torch.float32: by_rows(0.25, 0.5), torch.bfloat16: by_rows(0.125)})
+    flops = int(FLOPS)
+    whole = [OpCost(1, flops, 0, (256, 256, 256))]
+    parts = [OpCost(8, flops // 8, 0, (16, 256, 256))]
+    assert [device.seconds(each, torch.float32) for each in (whole, parts)] == pytest.approx([2, 4])
+    assert device.seconds(whole, torch.bfloat16) == pytest.approx(8)
+    assert device.fastest(torch.bfloat16) == FLOPS / 8
+
+
+def test_attention_has_an_efficiency_of_its_own_and_skips_what_is_masked() -> None:
+    device = sleeper(attention=0.5)
+    flops = int(FLOPS)
+    assert device.seconds([OpCost(1, flops)], torch.float32) == pytest.approx(2)
+    assert device.seconds([OpCost(1, flops, skipped=flops // 2)], torch.float32) == pytest.approx(1)
+
+
+def test_operations_know_the_shapes_of_their_products() -> None:
+    chunks = [c for c in experts().models[4].chunks if "EP" in c.tags]
+    costs = chunks[0].variants[RematPolicy.NONE].passes[Pass.F].cost.each
+    shapes = {each.product for each in costs if each.flops}
+    assert shapes
+    assert all(len(shape) == 3 for shape in shapes)
+    for each in costs:
+        if each.product:
+            assert 2 * math.prod(each.product) == each.flops
+    chunks = [*dense().compile(mesh(), cache=False).models[1].chunks]
+    forwards = [chunk.variants[RematPolicy.NONE].passes[Pass.F].cost.each for chunk in chunks]
+    attention = [each for costs in forwards for each in costs if each.flops and not each.product]
+    assert attention
+    assert all(each.skipped * 2 == each.flops for each in attention)
 
 
 def test_each_kernel_takes_the_longer_of_computing_and_reading() -> None:
@@ -379,13 +429,6 @@ def test_each_kernel_takes_the_longer_of_computing_and_reading() -> None:
     assert device.seconds([OpCost(3)], torch.float32) == 3.0
 
 
-def test_small_products_reach_less_of_the_peak() -> None:
-    """Tensor parallelism makes more and smaller products of the same FLOPs."""
-    device = sleeper(efficiency=((FLOPS / 8, 0.25), (FLOPS, 0.5)))
-    whole, parts = [OpCost(1, int(FLOPS))], [OpCost(8, int(FLOPS) // 8)]
-    assert [device.seconds(each, torch.float32) for each in (whole, parts)] == pytest.approx([2, 4])
-
-
 def test_bytes_are_those_that_operations_touch() -> None:
     """tanh(x @ w + b) of 4 rows and width 8: a product with its bias, then tanh."""
     program, _ = net(mesh(microbatches=4))
@@ -393,10 +436,11 @@ def test_bytes_are_those_that_operations_touch() -> None:
     facts = program.models[1].chunks[0].variants[RematPolicy.NONE].passes[Pass.F]
     product = rows + square + vector + rows
     flops = 2 * 4 * 8 * 8
-    assert facts.cost.each == (OpCost(1, flops, product), OpCost(1, 0, 2 * rows))
+    shape = 4, 8, 8
+    assert facts.cost.each == (OpCost(1, flops, product, shape), OpCost(1, 0, 2 * rows))
     # fused: the product, and what is before and after it, which reads and writes the ends
     ends = (rows + square + vector) + rows
-    assert facts.cost.fused == (OpCost(1, flops, product), OpCost(2, 0, ends // 2))
+    assert facts.cost.fused == (OpCost(1, flops, product, shape), OpCost(2, 0, ends // 2))
 
 
 @pytest.mark.parametrize("kind", sorted(DEVICES))
@@ -507,7 +551,10 @@ def test_wrong_files_are_refused_by_name(text: str, says: str, tmp_path: Path) -
         (lambda: piper.Cluster.of("H100", 0), "has none"),
         (lambda: piper.Cluster(()), "must have a machine"),
         (lambda: piper.Link(0, 0), "must be positive"),
-        (lambda: sleeper(efficiency=((10.0, 0.5), (1.0, 0.5))), "growing order"),
+        (lambda: Efficiency((2, 1), (((0.5,) * 2,) * 2,) * 2), "must grow"),
+        (lambda: Efficiency((1, 2), (((0.5,),),)), "2 x 2 x 2"),
+        (lambda: Efficiency((1,), (((1.5,),),)), "at most 1"),
+        (lambda: sleeper(attention=0.0), "attention must be"),
         (lambda: sleeper(flops={}), "must be positive"),
         (lambda: experts().simulate(piper.Cluster.of("H100", 4)), "up to number 7"),
         (lambda: experts().simulate("H100"), "must be a piper.Cluster"),  # type: ignore[arg-type]
@@ -699,7 +746,8 @@ def test_wrong_costs_are_refused(tmp_path: Path) -> None:
 def test_a_cluster_orders_what_a_strategy_leaves_open() -> None:
     costs = piper.Cluster.of("H100", 1, 2, outside="Ethernet-1G").costs(torch.bfloat16)
     assert costs.bytes_per_second == LINKS["Ethernet-1G"].bandwidth
-    assert costs.flops_per_second == pytest.approx(989e12 * 0.72)
+    assert costs.flops_per_second == DEVICES["H100"].fastest(torch.bfloat16)
+    assert 0.6 * 989e12 < costs.flops_per_second < 0.8 * 989e12
 
 
 def test_facts(profiled: tuple[piper.Program, Any]) -> None:

@@ -18,10 +18,10 @@ from piper.capture.graphs import (
     computed_from,
     is_random,
     nbytes_of,
-    node_flops,
     operations,
     returned,
 )
+from piper.capture.op_costs import node_flops
 from piper.capture.trace.exported import Exported
 
 _FLOPS = 8

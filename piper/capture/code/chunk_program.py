@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from piper.capture.graphs import is_random, pass_cost, workspace
+from piper.capture.graphs import is_random, workspace
+from piper.capture.op_costs import pass_cost
 from piper.ir.dag.facts import PassCost
 from piper.ir.passes import SAVED, Kind, Pass, Ref
 from piper.ir.tensors import TensorSpec

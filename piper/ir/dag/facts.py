@@ -28,6 +28,11 @@ class OpCost(ArrayRecord, frozen=True):
     """FLOPs of each. An operation that has none may be fused with its neighbours."""
     nbytes: Count = 0
     """Bytes that each reads and writes."""
+    product: tuple[Count, ...] = ()
+    """(m, n, k) of a matrix product of [m, k] and [k, n]; m has the rows of all its batches or
+    groups. Empty for other operations."""
+    skipped: Count = 0
+    """Those of ``flops`` that causal attention does not compute."""
 
 
 class PassCost(ArrayRecord, frozen=True):
