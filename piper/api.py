@@ -24,11 +24,13 @@ from piper.ir.plan.instructions import MemoryKind
 from piper.ir.plan.memory import Memory
 from piper.launch.launch import launch
 from piper.launch.trainer.trainer import Trainer
+from piper.launch.tuning import tune
 from piper.launch.verify import Verification, verify
 from piper.lower.traffic import Traffic
 from piper.program.compile.compiler import Capture, capture, compile
 from piper.program.job import Job
 from piper.program.program import Program
+from piper.program.tune.tuned import Tuned
 from piper.state.optimizer.ema import EMA
 from piper.state.weights.source import Source
 from piper.state.weights.weight_files import weights
@@ -72,6 +74,7 @@ __all__ = [
     "Task",
     "Traffic",
     "Trainer",
+    "Tuned",
     "Verification",
     "annotate",
     "callbacks",
@@ -87,6 +90,7 @@ __all__ = [
     "split",
     "strategies",
     "stream",
+    "tune",
     "verify",
     "weights",
 ]

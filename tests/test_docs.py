@@ -43,6 +43,7 @@ LONG = (
     "correctness.md",
     "experts.md",
     "scale.md",
+    "tuning.md",
 )
 """Pages whose snippets take a minute."""
 

@@ -118,7 +118,7 @@ def test_the_map_has_every_file() -> None:
         for file in FILES
         if file.name != "__init__.py" and str(file.parent.relative_to(ROOT)) not in by_folder
     }
-    pages = {"inline.py", "dag_page.py", "timeline_page.py", "demo.py"}
+    pages = {"inline.py", "dag_page.py", "timeline_page.py", "tuning_page.py", "demo.py"}
     assert expected - named - pages == set()
     rooms = ("piper", "tests", "bench", "docs", "examples")
     assert named - {file.name for room in rooms for file in (ROOT / room).rglob("*.py")} == set()

@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from piper.cli.check import check, verify
-from piper.cli.compare import compare
 from piper.cli.demo.command import demo
 from piper.cli.live.status import status
+from piper.cli.predict.compare import compare
+from piper.cli.predict.simulate import simulate
+from piper.cli.predict.tune import tune
 from piper.cli.profile import measure, profile
 from piper.cli.show import cache, show
-from piper.cli.simulate import simulate
 from piper.cli.train import TrainCommand, train
 
 app = typer.Typer(
@@ -46,7 +47,7 @@ def _root(
 
 
 app.command(no_args_is_help=True, cls=TrainCommand)(train)
-for command in (check, verify, show, simulate, profile, compare):
+for command in (check, verify, show, simulate, tune, profile, compare):
     app.command(no_args_is_help=True)(command)
 app.command()(demo)
 app.command()(cache)

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -194,6 +194,25 @@ class Cluster:
         if self.between:
             return list(combinations(machines, 2))
         return [*pairwise(machines), (machines[-1], machines[0])]
+
+    def scaled(self, *, compute: float = 1.0, bandwidth: float = 1.0) -> Cluster:
+        """This cluster with devices that compute ``compute`` times as fast, and links of so much
+        more ``bandwidth``."""
+
+        def link(one: Link) -> Link:
+            return replace(one, bandwidth=one.bandwidth * bandwidth)
+
+        known = {id(d): d for machine in self.machines for d in machine.devices}
+        devices = {
+            i: replace(d, flops={k: n * compute for k, n in d.flops.items()})
+            for i, d in known.items()
+        }
+        machines = tuple(
+            Machine(tuple(devices[id(d)] for d in m.devices), link(m.inside), link(m.outside))
+            for m in self.machines
+        )
+        between = {ends: link(one) for ends, one in self.between.items()}
+        return replace(self, machines=machines, between=between)
 
     def speeds(self, dtype: torch.dtype = torch.float32) -> dict[int, float]:
         """How fast each device computes large products of ``dtype``; the fastest has 1."""

@@ -60,7 +60,7 @@ class Estimate:
             compute=computing - update,
             update=update,
             exposed=exposed,
-            waiting=simulation.seconds - computing - exposed,
+            waiting=max(0.0, simulation.seconds - computing - exposed),
             fits=room >= 0,
             fullest=str(step.memory[fullest.plan]),
         )

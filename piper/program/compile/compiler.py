@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from piper.base.arguments import CompilerName, named_arguments
 from piper.base.errors import DirectiveError, PiperError, warn
 from piper.base.modes import default_dtype, without_collection, without_modes
 from piper.base.units import counted, nbytes_of
+from piper.capture.captured_facts import facts_of
 from piper.capture.code.codegen import Eager
 from piper.capture.loss.outputs import Outputs
 from piper.capture.loss.own_loss import Loss
@@ -31,6 +32,8 @@ from piper.cost.simulate.simulation import simulate
 from piper.cost.tasks import CostModel
 from piper.ir.dag.build import build
 from piper.ir.dag.dag import Dag
+from piper.ir.dag.facts import Model
+from piper.ir.passes import RematPolicy
 from piper.ir.plan.lowered import Lowered
 from piper.ir.rules import OptimizerCost
 from piper.ir.tensors import TensorSpec
@@ -190,6 +193,31 @@ class Capture:
         """The step before any directive: the whole batch at once, not placed on any device."""
         return build(self._placer.facts_of(self._whole()))
 
+    @cached_property
+    def model(self) -> Model:
+        """The facts of the whole batch on one device."""
+        whole = self._whole()
+        policies = dict.fromkeys((RematPolicy.NONE, RematPolicy.ALL, whole.remat))
+        return facts_of(whole, whole.remat, known=self._placer.known, policies=policies)
+
+    @cached_property
+    def optimizer_cost(self) -> OptimizerCost:
+        """The memory of the optimizer."""
+        known = self.model.parameters
+        return self._cost_of({n: facts.shape for n, facts in known.items() if facts.trained})
+
+    @property
+    def fused(self) -> bool:
+        """Whether the compiler fuses operations."""
+        return not isinstance(self._whole().compiler, Eager)
+
+    def _cost_of(self, trained: Mapping[str, tuple[int, ...]]) -> OptimizerCost:
+        if self._cost is None:
+            where = device_of(self._given.model, self._given.device)
+            with without_modes():
+                self._cost = cost_of(self._training.optimizer, trained, where)
+        return self._cost
+
     def _whole(self) -> Captured:
         with default_dtype(self._training.default_dtype):
             return self._traces.training(1)
@@ -321,13 +349,11 @@ class Capture:
     def _settings(self, under: _Under, placed: Placed, shape: _Shape) -> Settings:
         """The inputs of lowering."""
         first = next(iter(self._captured(shape).values()))
-        if self._cost is None:
-            trained = trained_shapes(placed.facts.whole, placed.code)
-            with without_modes():
-                self._cost = cost_of(self._training.optimizer, trained, first.device)
+        known = placed.facts.whole.parameters
+        trained = {name: facts.shape for name, facts in known.items() if facts.trained}
         return Settings(
             clip=self._training.waits_for_norm,
-            optimizer=self._cost,
+            optimizer=self._cost_of(trained),
             memory_limit=under.memory_limit,
             gpu=first.device.type == "cuda",
             fused=not isinstance(first.compiler, Eager),

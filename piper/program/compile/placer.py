@@ -53,7 +53,7 @@ class Placer:
     """Applies strategies to one model."""
 
     def __init__(self, passes: Passes) -> None:
-        self._known = Known(passes)
+        self.known = Known(passes)
         self._shares: dict[tuple[Joint, int, int, int | None], Joint] = {}
         self._rows: dict[tuple[Captured, Captured | None], Mapping[int, Rows]] = {}
         self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
@@ -64,7 +64,7 @@ class Placer:
 
     def facts_of(self, captured: Captured) -> Model:
         """The model's facts under every recomputation policy."""
-        return facts_of(captured, captured.remat, known=self._known)
+        return facts_of(captured, captured.remat, known=self.known)
 
     def placed(
         self,
@@ -111,7 +111,7 @@ class Placer:
             cut = replace(facts[of], stages=layout.stages, flops=whole.flops)
             layout = of_segments(layout, cut, origin)
         dag = strategy.ordered(layout)
-        passes = self._known.passes
+        passes = self.known.passes
 
         def made() -> Executables:
             programs = {
@@ -132,7 +132,7 @@ class Placer:
     ) -> Model:
         key = captured, None if joints is None else tuple(joints), tuple(policies)
         if key not in self._facts_of:
-            self._facts_of[key] = facts_of(captured, captured.remat, joints, self._known, key[2])
+            self._facts_of[key] = facts_of(captured, captured.remat, joints, self.known, key[2])
         return self._facts_of[key]
 
     def _sharded(self, captured: Captured, dag: Dag) -> Captured:
@@ -142,7 +142,7 @@ class Placer:
             if kept is captured and of == shardings:
                 return known
         self._segmented.append(
-            (captured, shardings, captured.sharded(shardings, self._known.passes))
+            (captured, shardings, captured.sharded(shardings, self.known.passes))
         )
         return self._segmented[-1][2]
 
@@ -154,7 +154,7 @@ class Placer:
         for kept, known, size, resized in self._resized:
             if (kept is captured) and (known, size) == (experts, parts):
                 return resized
-        resized = with_rows(captured, experts, parts, of, self._known.passes)
+        resized = with_rows(captured, experts, parts, of, self.known.passes)
         self._resized.append((captured, experts, parts, resized))
         return resized
 

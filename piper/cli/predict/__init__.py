@@ -1,0 +1,1 @@
+"""Commands that run nothing: they predict, compare and choose."""
