@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -191,3 +192,14 @@ def test_torchrun_equals_virtual_devices(tmp_path: Path) -> None:
 def test_without_torchrun_it_is_refused() -> None:
     with pytest.raises(piper.PiperError, match="start the script with torchrun"):
         piper.launch(compiled(zero=0), on="torchrun")
+
+
+def test_a_rank_whose_torchrun_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(closed.getsockname()[1])}
+        ranks = {"RANK": "0", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "one"}
+        for name, value in {**where, **ranks, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(piper.PiperError, match=r"torchrun has ended: nothing answers at 127"):
+            piper.launch(compiled(zero=0), on="torchrun")

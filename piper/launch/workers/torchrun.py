@@ -36,8 +36,8 @@ class TorchrunWorkerGroup(ManyTrainers):
         self.agreement = Agreement(
             self.once, weights=options.check_weights, batches=options.check_batches
         )
-        super().__init__(options.timeout)
         self._end_watching = watched_ranks()
+        super().__init__(options.timeout)
         self._published = Published.nameless()
         self._links = TorchrunLinks(self.once(lambda: uuid.uuid4().hex), options)
         self._options = options
