@@ -119,7 +119,7 @@ def test_neighbours_differ_in_one_choice_and_can_run() -> None:
 def test_the_result_is_a_table_a_page_and_json(tmp_path: Path) -> None:
     some = [Candidate(dp=8, zero=z, microbatches=m) for z in (0, 1) for m in (1,)]
     found = searched(captured(), BOX, among=some)
-    assert found.table().row_count == len(found.fitting)
+    assert found.table().row_count == min(10, len(found.ways))
     assert "is" in found.why
     assert "candidates" in str(found)
     found.show(tmp_path / "tuned.html")

@@ -56,6 +56,11 @@ class Candidate:
         """What the traced regions depend on."""
         return self.parts, self.tp, self.cp, self.ep, self.sequence_parallel
 
+    @property
+    def way(self) -> tuple[int | str, ...]:
+        """How it uses the devices: neighbours in the search have the same."""
+        return (*self.traced, self.pp, self.zero, self.schedule)
+
     def arguments(self) -> dict[str, Any]:
         """The arguments of ``mesh`` that are not its defaults."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "recomputed"}

@@ -20,6 +20,8 @@ from piper.program.tune.workload import Workload
 _FRESH = 1.03
 """How much slower a candidate seems whose regions are not traced yet: the trace takes seconds."""
 _PATIENCE = 4
+_COMPARED = 6
+"""So many ways are compared, also if fewer show that no other candidate can be the best."""
 _REFUSALS = 3
 """After so many refusals, and no success, a way to shard regions is given up."""
 
@@ -39,6 +41,7 @@ class Search:
         self.left: list[Tried] = []
         """Not tried, because they cannot be the best, or time was up."""
         self.best: Tried | None = None
+        self._compared: set[tuple[int | str, ...]] = set()
         self._queue: list[tuple[float, int, Candidate]] = []
         self._number = count()
         self._local = among is None
@@ -68,7 +71,7 @@ class Search:
             _, _, candidate = heapq.heappop(self._queue)
             if candidate in self.tried:
                 continue
-            if self.best is not None and self._work.seconds(candidate) >= self.best.seconds:
+            if len(self._compared) >= _COMPARED and self._is_slower(candidate):
                 self._skip(candidate)
             elif candidate.traced not in self._traced and not self._is_next(candidate):
                 self._push(candidate, self._work.guess(candidate) * _FRESH)
@@ -78,6 +81,10 @@ class Search:
                 shown(self)
         for _, _, candidate in self._queue:
             self.left.append(Tried(candidate, reason="not tried: time was up"))
+
+    def _is_slower(self, candidate: Candidate) -> bool:
+        """Whether a candidate cannot be faster than the best."""
+        return self.best is not None and self._work.seconds(candidate) >= self.best.seconds
 
     def _is_next(self, candidate: Candidate) -> bool:
         """Whether no other candidate is to be tried before one that must be traced."""
@@ -120,6 +127,7 @@ class Search:
             if self.best is None or estimate.seconds < self.best.seconds:
                 self._near(self._space.smaller(candidate), candidate, estimate.seconds)
             return
+        self._compared.add(candidate.way)
         if self.best is None or made.seconds < self.best.seconds:
             self.best = made
             self._near(self._space.beside(candidate), candidate, made.seconds)

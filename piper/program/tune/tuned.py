@@ -95,6 +95,14 @@ class Tuned:
         """Those that run and fit, the fastest first."""
         return tuple(x for x in self.candidates if x.estimate and not x.refused)
 
+    @cached_property
+    def ways(self) -> tuple[Tried, ...]:
+        """The best of each way to use the devices."""
+        first: dict[object, Tried] = {}
+        for one in self.fitting:
+            first.setdefault(one.candidate.way, one)
+        return tuple(first.values())
+
     @property
     def best(self) -> Tried:
         """The fastest that fits."""
@@ -115,9 +123,9 @@ class Tuned:
     @cached_property
     def why(self) -> str:
         """Why the best is faster than the next one."""
-        if len(self.fitting) < 2:
-            return "no other candidate fits"
-        a, b = (x.estimate for x in self.fitting[:2])
+        if len(self.ways) < 2:
+            return "no other way that was tried fits"
+        a, b = (x.estimate for x in self.ways[:2])
         assert a is not None
         assert b is not None
         more = {text: getattr(b, name) - getattr(a, name) for name, text in _PARTS.items()}
@@ -127,9 +135,9 @@ class Tuned:
             for text, x in parts
             if abs(x) > 0.001 * a.seconds
         ]
-        gap = self.fitting[1].seconds / self.fitting[0].seconds - 1
+        gap = self.ways[1].seconds / self.ways[0].seconds - 1
         return (
-            f"the next, {self.fitting[1].candidate}, is {gap:.1%} slower: "
+            f"the next, {self.ways[1].candidate}, is {gap:.1%} slower: "
             f"{', '.join(said) or 'no part differs by 0.1%'}"
         )
 
@@ -159,7 +167,7 @@ class Tuned:
         return f"{head}; one that was not tried could be up to {self.within:.0%} faster"
 
     def table(self, most: int = 10) -> Table:
-        """The best ``most``, each with the parts of its step."""
+        """The best of ``most`` ways, or all that fit if some were measured, with their parts."""
         from rich.box import SIMPLE
         from rich.table import Table
 
@@ -171,7 +179,7 @@ class Tuned:
         heads = ["step", *(["measured"] if measured else []), "memory", "MFU", *_PARTS.values()]
         for head in heads:
             table.add_column(head.replace("communication", "comm."), justify="right", no_wrap=True)
-        for x in self.fitting[:most]:
+        for x in self.fitting if measured else self.ways[:most]:
             it = x.estimate
             assert it is not None
             took = "" if x.measured is None else seconds_text(x.measured)
