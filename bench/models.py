@@ -2,8 +2,8 @@
 
 Small models with random weights, in fp64, with dict inputs that include labels. Each runs in two
 pipeline stages with two microbatches on virtual devices, beside plain PyTorch, and without tags on
-four devices (pipeline stages, replicas, ZeRO-2) and, where the model declares a plan for it, in
-tensor parallelism on two. Dropout draws differ
+four devices (pipeline stages, replicas, ZeRO-2) and in tensor parallelism on two, by the plan that
+the model declares or one that is derived. Dropout draws differ
 between the two, so dropout is 0 where losses are compared; a model with its own dropout is only
 compiled. From the root of the project: ``python -m bench.models``, or for some families and modes
 ``python -m bench.models GPT-2 T5 --mode tp``.
@@ -44,7 +44,6 @@ class Mode(Enum):
     SHIPPED = "training, dropout"
     UNNAMED = "no tags, pp 2, dp 2, ZeRO-2"
     TENSOR = "no tags, tp 2"
-    """Only models that declare a plan for tensor parallelism."""
 
     @property
     def strategy(self) -> tuple[Directive, ...]:
@@ -113,11 +112,6 @@ def in_fp64(model: nn.Module) -> nn.Module:
     return other
 
 
-def has_plan(family: Family) -> bool:
-    """Whether the library declares how to shard a model of ``family``."""
-    return bool(getattr(family.make(), "_tp_plan", None))
-
-
 def main(
     names: Annotated[list[str] | None, typer.Argument()] = None,
     mode: Annotated[list[str] | None, typer.Option(help="Modes, by a part of the name.")] = None,
@@ -133,8 +127,6 @@ def main(
         table.add_column(column)
     for name in names or FAMILIES:
         for kind in modes:
-            if kind is Mode.TENSOR and not has_plan(FAMILIES[name]):
-                continue
             with console.status(f"{name}, {kind.value}"):
                 found = examine(FAMILIES[name], kind)
             table.add_row(

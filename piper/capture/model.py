@@ -7,7 +7,7 @@ passes. The result is all that the executor and the schedule compiler read of th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -39,11 +39,13 @@ from piper.capture.repeats.equal_modules import Found
 from piper.capture.repeats.folds import NotFolded
 from piper.capture.shard.local_chunks import Sharding
 from piper.capture.shard.segments import segmented
+from piper.capture.shard.weights.derived_styles import derived_styles
 from piper.capture.trace.export import TraceRequest, export, exported_of, trace_text
 from piper.capture.trace.exported import Exported, TraceNotes
 from piper.capture.trace.quiet import quiet_tracing
 from piper.ir.dag.facts import LOSS_PREFIX
 from piper.ir.passes import Kind, Ref, RematPolicy
+from piper.ir.shards import Style
 from piper.ir.tensors import TensorSpec
 
 
@@ -108,6 +110,12 @@ class Captured(TraceNotes):
             unmarked = [passes.of(joint, self.remat) for joint in joints]
             programs = consume_inputs(pieces, unmarked)
         return replace(self, cut=pieces, joints=joints, programs=programs, whole=whole)
+
+    def derived_styles(self, chunks: Collection[int], ways: int) -> dict[str, Style]:
+        """How parameters of ``chunks`` are sharded over ``ways`` devices with the least
+        communication."""
+        with _tracing(), quiet_tracing():
+            return derived_styles(self.cut, chunks, ways)
 
     @property
     def unique_programs(self) -> tuple[ChunkProgram, ...]:
@@ -248,8 +256,13 @@ def _exported(request: TraceRequest) -> tuple[Exported, Cut]:
 
 def _declared(model: nn.Module, path: str = "") -> dict[str, str]:
     """The attribute ``tensor_plan``, or ``_tp_plan`` of transformers models. If the model has
-    neither, the plans of its submodules, with their paths in the model."""
-    plan = getattr(model, "tensor_plan", None) or getattr(model, "_tp_plan", None) or {}
+    neither itself, the plans of its submodules, with their paths in the model. Plans do not name
+    the layers inside adapters of PEFT (``base_layer``): a model with these declares none."""
+    if not path and any("base_layer" in module._modules for module in model.modules()):
+        return {}
+    own = {**vars(type(model)), **vars(model)}  # a wrapper may pass on those of what it wraps
+    names = [n for n in ("tensor_plan", "_tp_plan") if n in own or hasattr(type(model), n)]
+    plan: Mapping[str, Any] = next((p for p in (getattr(model, n) for n in names) if p), {})
     if plan:
         return {f"{path}{pattern}": str(how) for pattern, how in dict(plan).items()}
     inner: dict[str, str] = {}

@@ -27,7 +27,7 @@ from tests.reference import assert_equal_to_eager
 from tests.training import Batch, assert_same, compiled, pipeline, plain, train
 
 transformers = pytest.importorskip("transformers")
-from bench.models import Mode, examine, has_plan  # noqa: E402 - it needs the library
+from bench.models import Mode, examine  # noqa: E402 - it needs the library
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +66,6 @@ def test_llama() -> None:
 def test_every_family_trains_as_it_is(name: str, mode: Mode) -> None:
     """Two stages, two microbatches, dicts with labels: the losses equal plain PyTorch's. Without
     tags on four devices, and on two in tensor parallelism, also the final state."""
-    if mode is Mode.TENSOR and not has_plan(FAMILIES[name]):
-        pytest.skip("it declares no plan for tensor parallelism")
     found = examine(FAMILIES[name], mode)
     assert not found.refusal
     if mode is Mode.UNNAMED:  # replicas sum losses, some of them in fp32, and gradients

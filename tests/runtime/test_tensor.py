@@ -987,7 +987,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"'up' maps to 'columns': give the number of a dimension, 'column', 'row', 'rep",
     ),
     ({"parameters": {}}, DirectiveError, r"parameters=\{\} shards nothing: name parameters, or"),
-    ({"parameters": None}, DirectiveError, r"the model declares no plan for tensor parallelism"),
     (
         {"axis": None, "parameters": {"up": "column"}},
         DirectiveError,

@@ -46,6 +46,7 @@ from piper.program.compile.compile_arguments import ELSEWHERE, CompileArguments
 from piper.program.compile.digest import digest_of
 from piper.program.compile.model_warnings import (
     warn_of_checkpointing,
+    warn_of_derived_plans,
     warn_of_half_precision,
     warn_of_mixing,
     warn_of_untrained,
@@ -308,7 +309,7 @@ class Capture:
         stages.end()
         return replace(
             program,
-            **self._known(under, digest),
+            **self._known(replace(under, strategy=program.strategy), digest),
             settings=replace(program.settings, costs=under.costs or Costs()),
             tracing=f"{line}\n{about.tracing}".rstrip(),
             timings=stages.seconds,
@@ -328,6 +329,7 @@ class Capture:
         under = _Under(strategy, None, cluster)
         with default_dtype(self._training.default_dtype), without_collection():
             shape = _shape(strategy, self._size)
+            strategy = self._with_plans(strategy, shape)
             placed = self._placed(strategy, shape)
             settings = self._settings(under, placed, shape)
             lowered = lower(placed.dag, placed.facts.models, settings, proven=False)
@@ -338,6 +340,11 @@ class Capture:
     def _captured(self, shape: _Shape) -> dict[int, Captured]:
         """The model as one device of each group size sees it."""
         return {n: self._traces.training(n * shape.microbatches) for n in shape.groups}
+
+    def _with_plans(self, strategy: Strategy, shape: _Shape) -> Strategy:
+        """``strategy`` with ``parameters=`` for a model that declares no tensor parallelism."""
+        first = next(iter(self._captured(shape).values()))
+        return self._placer.with_plans(strategy, first)
 
     def _placed(self, strategy: Strategy, shape: _Shape) -> Placed:
         """The model under ``strategy``."""
@@ -371,7 +378,11 @@ class Capture:
                 warn_of_checkpointing(self._given.model, strategy, first.checkpoints)
             warn_of_mixing(captured.values())
             with stages.stage("applying the strategy"):
+                strategy = self._with_plans(strategy, shape)
                 placed = self._placed(strategy, shape)
+            if strategy is not under.strategy:
+                warn_of_derived_plans(strategy, under.strategy)
+                under = replace(under, strategy=strategy)
             trained = trained_shapes(placed.facts.whole, placed.code)
             warn_of_untrained(self._given.trained.keys() - trained.keys())
             if self._training.optimizer is not None and self._training.master is None:

@@ -14,6 +14,7 @@ from piper.base.units import counted
 from piper.capture.loss.row_mixing import MixingKind, RowMixing
 from piper.capture.model import Captured
 from piper.strategies.directives.remat import Remat
+from piper.strategies.directives.shard import Shard
 from piper.strategies.strategy import Strategy
 
 _SAID = {
@@ -79,6 +80,16 @@ def warn_of_checkpointing(model: nn.Module, strategy: Strategy, lines: Sequence[
             "no memory: what is computed again is said by the strategy; add "
             "piper.remat({...}, 'all') for the regions meant, or give remat= to compile"
         )
+
+
+def warn_of_derived_plans(strategy: Strategy, given: Strategy) -> None:
+    """Warn of ``parameters=`` in ``strategy`` that ``given`` does not have."""
+    for directive, before in zip(strategy.directives, given.directives, strict=True):
+        if isinstance(directive, Shard) and directive != before:
+            warn(
+                "the model declares no plan for tensor parallelism; one was derived that "
+                f"communicates least. To fix or change it: parameters={directive.parameters}"
+            )
 
 
 def _say(mixing: RowMixing, rows: int, size: int) -> None:

@@ -24,6 +24,7 @@ from piper.ir.dag.dag import Dag
 from piper.ir.dag.facts import Facts, Model
 from piper.ir.passes import RematPolicy
 from piper.ir.rules import ShardRule
+from piper.program.compile.derived_plans import DerivedPlans
 from piper.program.compile.shardings import shardings_of
 from piper.program.compile.wiring import (
     refuse_different,
@@ -57,6 +58,7 @@ class Placer:
         self._shares: dict[tuple[Joint, int, int, int | None], Joint] = {}
         self._rows: dict[tuple[Captured, Captured | None], Mapping[int, Rows]] = {}
         self._segmented: list[tuple[Captured, Mapping[int, tuple[Sharding, ...]], Captured]] = []
+        self._plans = DerivedPlans()
         self._resized: list[tuple[Captured, Sequence[int], int, Captured]] = []
         self._facts_of: dict[
             tuple[Captured, tuple[Joint, ...] | None, tuple[RematPolicy, ...]], Model
@@ -65,6 +67,10 @@ class Placer:
     def facts_of(self, captured: Captured) -> Model:
         """The model's facts under every recomputation policy."""
         return facts_of(captured, captured.remat, known=self.known)
+
+    def with_plans(self, strategy: Strategy, captured: Captured) -> Strategy:
+        """``strategy``, with a derived plan for tensor parallelism if the model declares none."""
+        return self._plans.added(strategy, captured, lambda: build(self.facts_of(captured)))
 
     def placed(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from piper.capture.chunk.expert_regions import sorted_rows
 from piper.capture.model import Captured
 from piper.capture.shard.local_chunks import Sharding
-from piper.capture.shard.weight_shards import weight_shards
+from piper.capture.shard.weights.weight_shards import weight_shards
 from piper.ir.dag.dag import Dag, Node
 from piper.ir.grouped import grouped
 from piper.ir.ops import Compute

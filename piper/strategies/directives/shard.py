@@ -99,6 +99,15 @@ class Shard(Directive):
         with self._named():
             refuse_tied_names(self.parameters or (), keys)
 
+    def tensor_ways(self, dag: Dag) -> dict[int, int]:
+        """The chunks that this shards along an axis whose devices have the same rows, and over how
+        many devices; none if these are experts."""
+        numbers = whole_chunks(dag, Filter.of(self.where), "sharding")
+        if not self._is_tensor(dag, numbers):
+            return {}
+        nodes = [dag.nodes[number] for number in numbers]
+        return {n.compute.chunk: n.mesh.size(self.axis) for n in nodes if n.mesh and self.axis}
+
     def _is_tensor(self, dag: Dag, numbers: list[int]) -> bool:
         """Whether this is tensor parallelism: along an axis whose devices have the same rows."""
         if self.axis is None:

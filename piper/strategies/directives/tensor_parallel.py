@@ -171,7 +171,7 @@ class _Chosen:
     def _of(self, name: str) -> int | Style | None:
         """How a parameter is sharded, by the first pattern that matches it."""
         for pattern, declared, how in self._rules:
-            if _matches(name, pattern) and _matches(name, declared):
+            if matches(name, pattern) and matches(name, declared):
                 self._used.add(pattern)
                 return how
         return None
@@ -204,15 +204,15 @@ def refuse_tied_names(patterns: Iterable[str], keys: Mapping[str, str]) -> None:
     embedding. ``keys`` maps every name to the parameter's first name."""
     firsts = set(keys.values())
     for pattern in patterns:
-        tied = [key for key, first in keys.items() if key != first and _matches(key, pattern)]
-        if tied and not any(_matches(first, pattern) for first in firsts):
+        tied = [key for key, first in keys.items() if key != first and matches(key, pattern)]
+        if tied and not any(matches(first, pattern) for first in firsts):
             raise DirectiveError(
                 f"parameters: {pattern!r} names {tied[0]!r}, which is tied: it is the parameter "
                 f"{keys[tied[0]]!r}. Use that name"
             )
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """Whether a pattern matches a parameter's name, or the name of its module."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
 

@@ -8,7 +8,7 @@ weight it is, the sections of a fused weight from where the product's result is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,11 +43,20 @@ def weight_shards(
     shards = {}
     for name, node in zip(chunk.parameters, placeholders, strict=True):
         if name in wanted:
-            shard = _shard(name, node, wanted[name], chunk.name)
+            shard = weight_shard(name, node, wanted[name], ways, chunk.name)
             if shard is not None:
-                _check(name, node, shard, ways, chunk.name)
                 shards[name] = shard
     return shards
+
+
+def weight_shard(
+    name: str, node: fx.Node, how: int | Style, ways: int, region: str
+) -> ParameterShard | None:
+    """The shard of one parameter, which is ``node``; None if it stays whole."""
+    shard = _shard(name, node, how, region)
+    if shard is not None:
+        _check(name, node, shard, ways, region)
+    return shard
 
 
 def _shard(name: str, node: fx.Node, how: int | Style, region: str) -> ParameterShard | None:
@@ -75,21 +84,23 @@ def _shard(name: str, node: fx.Node, how: int | Style, region: str) -> Parameter
 def _of_product(node: fx.Node, how: int | Style, dims: list[int]) -> ParameterShard | None:
     """How the weight of a product is sharded; None if ``node`` is not a weight. ``dims`` are the
     parameter's dimensions in the order of ``node``."""
+    for user, out, summed in products_of(node, dims):
+        dim = {Style.COLUMN: out, Style.ROW: summed}[how] if isinstance(how, Style) else how
+        return ParameterShard(dim, sections_of(user) if dim == out else ())
+    return None
+
+
+def products_of(node: fx.Node, dims: list[int]) -> Iterator[tuple[fx.Node, int, int]]:
+    """The products whose weight ``node`` is, with its dimension in the result and the one summed
+    over. ``dims`` are the parameter's dimensions in the order of ``node``."""
     for user in node.users:
         if user.target in TURNS:
-            shard = _of_product(user, how, [dims[d] for d in turned(user, len(dims))])
-            if shard is not None:
-                return shard
+            yield from products_of(user, [dims[d] for d in turned(user, len(dims))])
         if user.target not in _PRODUCTS:
             continue
         at, out, summed = _PRODUCTS[user.target]
-        if len(dims) != max(out, summed) + 1:
-            continue
-        if len(user.args) > at and user.args[at] is node:
-            styles = {Style.COLUMN: dims[out], Style.ROW: dims[summed]}
-            dim = styles[how] if isinstance(how, Style) else how
-            return ParameterShard(dim, sections_of(user) if dim == dims[out] else ())
-    return None
+        if len(dims) == max(out, summed) + 1 and len(user.args) > at and user.args[at] is node:
+            yield user, dims[out], dims[summed]
 
 
 def _bias_sections(node: fx.Node) -> tuple[int, ...]:
@@ -103,7 +114,7 @@ def _bias_sections(node: fx.Node) -> tuple[int, ...]:
     return ()
 
 
-def _is_vocabulary(node: fx.Node) -> bool:
+def is_vocabulary(node: fx.Node) -> bool:
     """Whether dimension 0 of a parameter indexes the tokens of an embedding, or the classes of
     logits that only a loss compares."""
     return any(
@@ -135,7 +146,7 @@ def _check(name: str, node: fx.Node, shard: ParameterShard, ways: int, region: s
         raise CaptureError(
             f"{name!r} in region {region} has shape {shape} and no dimension {shard.dim} to shard"
         )
-    if shard.dim == 0 and not shard.sections and shape[0] >= ways and _is_vocabulary(node):
+    if shard.dim == 0 and not shard.sections and shape[0] >= ways and is_vocabulary(node):
         return  # it is padded
     for size in shard.sections or (shape[shard.dim],):
         if size % ways:

@@ -1,0 +1,1 @@
+"""The weights of sharded products: "column" and "row", and which is best for each."""
