@@ -95,10 +95,17 @@ class Verification:
         if self.equal:
             return f"equal up to reduction order: {difference}\n{how}"
         parted = f"; they part first in {self.parted}" if self.parted else ""
-        return f"not equal: {difference}{parted}\n{how}"
+        said = f"not equal: {difference}{parted}\n{how}"
+        return f"{said}\n{_AMPLIFIED}" if self.parted == _UPDATE else said
 
 
 _NORM = "gradient norm"
+_UPDATE = "an update of the optimizer"
+_AMPLIFIED = (
+    "The loss, the forwards and the gradients of a step are equal. Adam divides by the size of a "
+    "gradient, so rounding shows where that is nearly zero. If the program is also equal with "
+    "torch.optim.SGD, this is most likely the reason"
+)
 
 
 def verify(
@@ -200,7 +207,7 @@ class _Run:
         paths = [path for path in seen if any(name.startswith(f"{path}.") for name in wrong)]
         if paths:
             return f"the backward of {paths[-1]}"
-        return f"the backward of {wrong[0]}" if wrong else "an update of the optimizer"
+        return f"the backward of {wrong[0]}" if wrong else _UPDATE
 
     @contextmanager
     def _launched(self, given: CompileArguments) -> Iterator[Trainer]:
