@@ -142,7 +142,7 @@ class Tuned:
         )
 
     def sensitivity(self, most: int = 2) -> Mapping[str, tuple[float | None, ...]]:
-        """Seconds of the best ``most`` candidates if the hardware were 20% better or worse."""
+        """Seconds of the best ``most`` ways if the hardware were 20% better or worse."""
         changes = {
             "bandwidth −20%": (1.0, 0.8), "bandwidth +20%": (1.0, 1.2),
             "compute −20%": (0.8, 1.0), "compute +20%": (1.2, 1.0),
@@ -150,7 +150,7 @@ class Tuned:
         found = {}
         for name, (compute, bandwidth) in changes.items():
             other = self.cluster.scaled(compute=compute, bandwidth=bandwidth)
-            rows = [self.again(x.candidate, other).seconds for x in self.fitting[:most]]
+            rows = [self.again(x.candidate, other).seconds for x in self.ways[:most]]
             found[name] = tuple(rows)
         return found
 
@@ -206,6 +206,7 @@ class Tuned:
             "proven": self.proven,
             "within": self.within,
             "why": self.why if self.fitting else None,
+            "compared": [str(x.candidate) for x in self.ways[:2]],
             "strategy": self.strategy.to_json() if self.fitting else None,
             "candidates": [x.to_json() for x in self.candidates if not x.reason][:_MOST_SHOWN],
             "sensitivity": self.sensitivity() if detailed and self.fitting else None,

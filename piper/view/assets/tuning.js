@@ -121,7 +121,7 @@ function front() {
 }
 
 if (data.sensitivity) {
-  const names = fitting.slice(0, 2).map((c) => c.name);
+  const names = data.compared;
   const rows = Object.entries(data.sensitivity).map(([change, figures]) =>
     el('tr', {}, el('td', {}, change), figures.map((s) => el('td', {}, s === null ? '' : step(s)))));
   byId('sensitivity').append(
