@@ -195,6 +195,7 @@ def test_without_torchrun_it_is_refused() -> None:
 
 
 def test_a_rank_whose_torchrun_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, x = compiled(zero=0), torch.ones(2, 2)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(closed.getsockname()[1])}
@@ -202,4 +203,6 @@ def test_a_rank_whose_torchrun_has_ended(monkeypatch: pytest.MonkeyPatch) -> Non
         for name, value in {**where, **ranks, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(piper.PiperError, match=r"torchrun has ended: nothing answers at 127"):
-            piper.launch(compiled(zero=0), on="torchrun")
+            piper.launch(program, on="torchrun")
+        with pytest.raises(piper.PiperError, match=r"torchrun has ended: nothing answers at 127"):
+            piper.compile(torch.nn.Linear(2, 2), piper.Strategy([]), inputs=(x,), loss=torch.sum)

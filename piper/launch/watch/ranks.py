@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from piper.base.errors import PiperError
 from piper.launch.status.stopped import Stopped
 from piper.launch.watch.liveness import Monitor
 from piper.launch.watch.watchdog import end_process
-
-_ANSWERS = 10.0
-"""Seconds within which the store of torchrun accepts a connection."""
+from piper.program.compile.rank_zero import refuse_orphan
 
 
 def watched_ranks() -> Callable[[], None] | None:
@@ -29,7 +25,7 @@ def watched_ranks() -> Callable[[], None] | None:
     watching; None if torchrun has not started this process. Refused if it has ended already."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    _refuse_orphan()
+    refuse_orphan()
     agent, seen = os.getppid(), Stopped()
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
@@ -43,23 +39,6 @@ def watched_ranks() -> Callable[[], None] | None:
         return None
 
     return Monitor(look, end_process).close
-
-
-def _refuse_orphan() -> None:
-    """Refuse to go on without the store of torchrun, which was there before this process: torch
-    would wait for it."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    try:
-        socket.create_connection((host, int(port)), _ANSWERS).close()
-    except ConnectionRefusedError as error:
-        raise PiperError(
-            f"torchrun has ended: nothing answers at {host}:{port}, where its ranks find each "
-            "other. Start it again"
-        ) from error
-    except OSError:
-        return  # not known: joining says what is wrong
 
 
 def _ranks(agent: int) -> list[int]:

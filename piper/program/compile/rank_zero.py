@@ -10,6 +10,7 @@ hangs if ranks call compile in different places.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,12 +18,33 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from piper.base.errors import PiperError
+
 P = TypeVar("P")
 _BEGINS = 60.0
 """Seconds that another rank waits for rank 0 to begin a compilation."""
 _ENDS = 3600.0
 """Seconds that it waits for its end."""
 _DONE = b"done"
+_ANSWERS = 10.0
+"""Seconds within which the store of torchrun accepts a connection."""
+
+
+def refuse_orphan() -> None:
+    """Refuse to go on without the store of torchrun, which was there before this process: torch
+    would wait for it."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        socket.create_connection((host, int(port)), _ANSWERS).close()
+    except ConnectionRefusedError as error:
+        raise PiperError(
+            f"torchrun has ended: nothing answers at {host}:{port}, where its ranks find each "
+            "other. Start it again"
+        ) from error
+    except OSError:
+        return  # not known: joining says what is wrong
 
 
 class JobStore:
@@ -38,6 +60,7 @@ class JobStore:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             if os.environ["WORLD_SIZE"] == "1":
                 return None
+            refuse_orphan()
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             return JobStore(dist.TCPStore(address, port), int(os.environ["RANK"]))
         if not dist.is_initialized() or dist.get_world_size() == 1:
