@@ -513,7 +513,7 @@ def test_plans_that_were_changed_are_not_saved(program: piper.Program, tmp_path:
 def test_files_of_another_version_or_kind_are_told_so(folder: Path, head: Any) -> None:
     sums = json.loads((folder / "checksums.json").read_text())
     (folder / "checksums.json").write_text(json.dumps(sums | {"format": head}))
-    words = r"this holds ('piper p|nothing that Piper).*, not 'piper program 14': write it again"
+    words = r"this holds ('piper p|nothing that Piper).*, not 'piper program 15': write it again"
     with pytest.raises(PiperError, match=words):
         piper.Program.load(folder)
 
